@@ -72,6 +72,8 @@ with tempfile.TemporaryDirectory() as folder:
     reference = logits(folder, "--weights", "f32", "--kv", "f32")
     print("| | KL mean | KL p99 | KL max | top-1 agreement | perplexity |\n|---|--:|--:|--:|--:|--:|")
     print("| weights decoded to f32, K and V in f32 |", compare(reference, reference, tokens), "|")
+    alone = logits(folder, "--weights", "f32", "--kv", "f32", "--fast-prefill")
+    print("| the same, --fast-prefill (attention alone) |", compare(reference, alone, tokens), "|", flush=True)
     for flags in (["--kv", "f32"], ["--kv", "q8"]):
         for fast in ([], ["--fast-prefill"]):
             line = compare(reference, logits(folder, *flags, *fast), tokens)

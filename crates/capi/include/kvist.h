@@ -203,7 +203,7 @@ typedef struct kvist_batch_options {
   // Load all that a tier has. Otherwise what comes sooner than it would be computed.
   bool tier_load_always;
   // Milliseconds that a text waits for a tier to say what it has. A load may take this much longer than four times its estimate; then
-  // its tokens are computed. 0 is 250.
+  // its tokens are computed. An operation of a disk or a shared store has as long, 2 s at least and 50 s at most. 0 is 250.
   uint32_t tier_grace_ms;
 } kvist_batch_options;
 

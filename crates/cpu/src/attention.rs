@@ -15,8 +15,8 @@
 //! depend on where tiles end, which queries share a tile or when a new maximum appears. Splits are cut at fixed
 //! positions of the sequence. So a row's output depends only on its query and on the cells it sees, in order: not on
 //! the batch, the chunk, the sharing or the threads. (Packed values are the exception: their weights become integers
-//! tile by tile, unless [`exact`](Layer::exact) is set. And rounded products of pairs, which `fast_prefill` allows: they are used
-//! where many rows read the same cells, and their weights follow the maximum with an error below that of bf16.)
+//! tile by tile, unless [`exact`](Layer::exact) is set. And the products of pairs that `fast_prefill` allows: they are used where many
+//! rows read the same cells. Weights then follow the maximum with an error of 8e-5, and words have a unit per tile and row.)
 //!
 //! Blocks of a paged cache may lie anywhere in memory. Items that follow each other in the sequence form one chain and
 //! go through the kernels in one call, with a list of their blocks. The kernels prefetch the next block of the list.

@@ -53,8 +53,8 @@ pub struct Compute {
     /// less time, and single queries more; all queries take the same path, so that results do not depend on the batch.
     pub tile_attention: bool,
     /// For batches of many tokens, compute with fewer bits. Attention rounds to bf16, if the instruction set has tiles (AMX) or
-    /// multiplies pairs of bf16, or to words of 16 bits, if it multiplies those (AVX2). Packed weights become bf16 with tiles, and bytes with a scale per 256 inputs on other CPUs that
-    /// multiply bytes. Prompts take less time, but the result of a token then depends on whether its batch was large.
+    /// multiplies pairs of bf16, and to words of 16 bits, if it multiplies those (AVX2). Packed weights become bf16 with tiles, and bytes with
+    /// a scale per 256 inputs on other CPUs that multiply bytes. Prompts take less time, but the result of a token then depends on whether its batch was large.
     pub fast_prefill: bool,
     /// Where weights lie. Devices that share it put their models side by side.
     pub weights: Arc<Arena>,
@@ -97,7 +97,7 @@ impl Compute {
         self.is_fast() && self.isa.tiles().is_none() && self.isa.multiplies_bytes()
     }
 
-    /// The products of pairs that attention uses for many queries, if any: as fast as they can be, and rounded.
+    /// The products of pairs that attention uses for many queries, if any: as fast as they can be, and not exact.
     pub(crate) fn fast_pairs(&self) -> Option<Products> {
         let vectors = self.isa.multiplies_pairs().then_some(Products::Vectors(self.isa));
         let words = self.isa.multiplies_word_pairs().then_some(Products::Words(self.isa));

@@ -23,7 +23,7 @@ use std::time::Duration;
 ///     write: when blocks are copied to the tiers: "through", as soon as they are computed, or "back", shortly before they are evicted.
 ///     load: which blocks are loaded: "auto", those that come sooner than they would be computed, or "always", all that a tier has.
 ///     grace: seconds that a request waits for a tier to say what it has. A load may take this much longer than four times its
-///         estimate; then its tokens are computed.
+///         estimate; then its tokens are computed. An operation of a disk or a shared store has as long, 2 s at least and 50 s at most.
 ///
 /// Raises:
 ///     ArgumentError: a size is missing, or this kvist was built without such a tier.

@@ -354,6 +354,16 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         self.fma(a1, b1, self.fma(a0, b0, acc))
     }
     #[inline(always)]
+    fn largest(self, x: F) -> f32 {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let eight = _mm256_max_ps(x[0], x[1]);
+            let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        }
+    }
+    #[inline(always)]
     fn dot_words(self, acc: I, a: I, b: I) -> I {
         // SAFETY: `detect` checked the CPU features.
         unsafe { [0, 1].map(|i| _mm256_add_epi32(acc[i], _mm256_madd_epi16(a[i], b[i]))) }

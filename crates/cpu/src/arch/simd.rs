@@ -20,7 +20,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const BYTE_DOTS: bool = false;
     /// True if [`dot_units`](Self::dot_units) multiplies words of 16 bits, and not two bytes one after the other.
     const WORD_DOTS: bool = false;
-    /// True if products of pairs of words ([`dot_words`](Self::dot_words)) take less time than those of f32, and there are none of bf16.
+    /// True if pairs of words ([`dot_words`](Self::dot_words)) are the fastest products of two numbers each. On cores that start one
+    /// multiplication of words per cycle they take as long as those of f32.
     const WORD_PAIRS: bool = false;
     /// Most tokens (1, 2 or 4) whose products with the same codes share loads: see [`together`](super::together).
     const TOGETHER: usize = 1;

@@ -29,7 +29,7 @@ pub struct ThreadScratch {
     pub quads: Box<Quads>,
     pub tile_items: TileItems,
     pub weights: Vec<f32>, // of values read in f16: at most [rows of a block × recent tokens]
-    // For products of pairs of bf16.
+    // For products of pairs.
     pub split_queries: Aligned<u32>,
     pub packed_tiles: Aligned<u32>,
     pub weight_tiles: Aligned<u32>,

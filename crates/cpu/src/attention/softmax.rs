@@ -7,10 +7,9 @@
 //! About fifteen operations per sixteen weights. A weight is at most √2; a weight 126 powers of two below the maximum
 //! is 0. Norms are summed by lane, that is by position modulo 16, so that their order is that of the sequence.
 //!
-//! Weights that become pairs of bf16 take eight: `w = 2^(s − M')` with a polynomial of degree 3. The difference s − M' is rounded, so
+//! Weights that become pairs of bf16 or words take eight: `w = 2^(s − M')` with a polynomial of degree 3. The difference s − M' is rounded, so
 //! those of another maximum M' differ by more than a power of two.
 use crate::arch::{Kernel, LANES, Simd, Uses};
-use crate::pool::pairs::round_to_words;
 
 /// The maximum of a row that has seen no score.
 pub const NO_SCORE: f32 = -1e30;
@@ -49,8 +48,8 @@ pub enum Form {
     FloatsForPairs,
     /// Rounded to pairs of bf16, as [`RoundWeights`](crate::pool::pairs::RoundWeights) does.
     Pairs,
-    /// The same, to pairs of words. Their unit goes to this float of a line.
-    Words(usize),
+    /// They stay f32, from the same powers: the products turn them into words.
+    FloatsForWords,
 }
 
 /// Turns scores into weights and updates the states.
@@ -94,9 +93,6 @@ impl Kernel for Softmax<'_> {
             let peak = s.largest(peak).round_ties_even();
             if peak <= FLOOR && vectors.iter().flatten().all(|x| *x <= FLOOR) {
                 vectors.iter_mut().for_each(|scores| *scores = [0.0; LANES]);
-                if let Form::Words(unit) = self.form {
-                    line[unit] = 0.0;
-                }
                 continue;
             }
             if peak <= FLOOR && max[0] == NO_SCORE {
@@ -120,15 +116,7 @@ impl Kernel for Softmax<'_> {
                 Form::Floats => floats(s, vectors, top, norm),
                 Form::FloatsForPairs => floats_for_pairs(s, vectors, top, norm),
                 Form::Pairs => pairs(s, vectors, top, norm),
-                Form::Words(unit) => {
-                    // Sums would take registers from the constants.
-                    for scores in vectors.iter_mut() {
-                        s.store(s.exp2_for_bf16(s.sub(s.load(scores), top)), scores);
-                    }
-                    let (sum, of_words) = round_to_words(s, vectors);
-                    line[unit] = of_words;
-                    s.add(norm, sum)
-                }
+                Form::FloatsForWords => floats_for_words(s, vectors, top, norm),
             };
             s.store(norm, norms);
         }
@@ -157,6 +145,19 @@ fn floats_for_pairs<S: Simd>(s: S, vectors: &mut [[f32; LANES]], top: S::F, mut 
         s.store(weight, scores);
     }
     norm
+}
+
+/// The same, with another order of the sum. The loop over the powers has no sum, for which AVX2 has no registers left.
+#[inline(always)]
+fn floats_for_words<S: Simd>(s: S, vectors: &mut [[f32; LANES]], top: S::F, norm: S::F) -> S::F {
+    for scores in vectors.iter_mut() {
+        s.store(s.exp2_for_bf16(s.sub(s.load(scores), top)), scores);
+    }
+    let mut sums = [s.splat(0.0); 2];
+    for [even, odd] in vectors.as_chunks().0 {
+        sums = [s.add(sums[0], s.load(even)), s.add(sums[1], s.load(odd))];
+    }
+    s.add(norm, s.add(sums[0], sums[1]))
 }
 
 /// The same, and the weights become pairs.

@@ -2,10 +2,10 @@
 //!
 //! A product of pairs adds 32 places of a sequence at once, so each group of 32 places is gathered from wherever its
 //! cells lie. Queries whose sequences have the same cells there share a product. Sequences that part ways inside a
-//! group have a product each, which repeats the cells they share: the result of a query must not depend on whom it
-//! shares them with.
+//! group have a product each, which repeats the cells they share: the result of a query must not depend on which others share
+//! them. (With words it does, a little: the unit of its weights is that of all places of a call.)
 use super::scratch::ThreadScratch;
-use super::tile::{Tile, TileRows, unit_at};
+use super::tile::{Tile, TileRows};
 use super::tile_items::TileItems;
 use super::{Layer, UNIT_ROWS};
 use crate::arch::LANES;
@@ -52,7 +52,7 @@ impl<'l> Layer<'l> {
             let first = (slots.start - part.slots.start) as usize * self.per_kv();
             let n = slots.len() * self.per_kv();
             let at = first_place + groups.start * STEP;
-            let weights = Weights { data: &lines[first * stride..], stride, at, unit: unit_at(stride) };
+            let weights = Weights { data: &lines[first * stride..], stride, at };
             let state = self.state();
             let sums = Sums { n, data: &mut *states, first: first * state, stride: state };
             let group = self.values.shape.group;
@@ -62,6 +62,7 @@ impl<'l> Layer<'l> {
                 products,
                 self.values.shape.storage.dtype,
                 (places, shape),
+                self.values.may_have_nan(),
                 weights,
                 sums,
                 room,

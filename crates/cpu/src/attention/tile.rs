@@ -18,8 +18,6 @@ use std::ops::Range;
 
 // Steps of places begin where tiles do, and the places of a tile fit into a product.
 const _: () = assert!(TILE.is_multiple_of(STEP) && LONG_TILE.is_multiple_of(STEP) && LONG_TILE <= MAX_PLACES);
-// Other lines would only take longer.
-const _: () = assert!(LONG_TILE + 2 * PAD + SPARE == pairs::LINE);
 
 impl<'l> Layer<'l> {
     /// Computes one tile for some slots: scores of all cells they see, weights, and weighted sums.
@@ -40,14 +38,13 @@ impl<'l> Layer<'l> {
         let recent_values =
             self.recent.is_some_and(|recent| recent.has_values()) && recent_reads.clone().next().is_some();
         let products = self.pairs(compute, self.values, rows);
-        let unit = unit_at(stride);
-        let rounded = products.map(Products::precision).filter(|precision| *precision != Precision::Exact);
-        let form = match rounded {
-            None => Form::Floats,
+        let rounded = products.is_some_and(|products| products.precision() == Precision::Rounded);
+        let form = match products.map(Products::precision) {
+            None | Some(Precision::Exact) => Form::Floats,
+            Some(Precision::Words) => Form::FloatsForWords,
             // Weights of rows that are not read from the pool stay f32.
-            Some(_) if recent_values => Form::FloatsForPairs,
-            Some(Precision::Words) => Form::Words(unit),
-            Some(_) => Form::Pairs,
+            Some(Precision::Rounded) if recent_values => Form::FloatsForPairs,
+            Some(Precision::Rounded) => Form::Pairs,
         };
         let weights = self.weights(compute, part, form, (&mut *states, self.head_dim), scratch);
         let Some(vectors) = weights else { return };
@@ -59,9 +56,8 @@ impl<'l> Layer<'l> {
                 let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
                 reads.take_weights(lines, stride, &mut scratch.weights);
             }
-            if let Some(precision) = rounded {
-                let unit = (precision == Precision::Words).then_some(unit);
-                isa.run(RoundWeights { unit, lines, stride, vectors: vectors.clone() });
+            if rounded {
+                isa.run(RoundWeights { lines, stride, vectors: vectors.clone() });
             }
         }
         match products {
@@ -382,11 +378,6 @@ impl Prepared<'_> {
             Prepared::Pairs(products, asked) => pairs::scores(products, dtype, asked, &blocks, lines),
         }
     }
-}
-
-/// The float of a line that has the unit of its weights, if they are words: where scores were saved before.
-pub(super) fn unit_at(stride: usize) -> usize {
-    stride - SPARE
 }
 
 /// The rows of some slots in one tile.

@@ -16,7 +16,7 @@
 //! of f16 two, of f32 three. Products whose parts lie further down than the last bit of a f32 are left out: 3, 5 and 6
 //! products remain.
 //!
-//! A row of a product depends on nothing else than this row, and the 32 places of a step are those of the sequence,
+//! A row of a product of bf16 depends on nothing else than this row, and the 32 places of a step are those of the sequence,
 //! wherever their cells lie. So a query has the same result to the bit whichever queries share its call and however
 //! the cache is cut into tiles, as long as all its products are products of pairs. One query can also take this path: its
 //! tiles are mostly empty, but K and V must be read from memory, which takes longer.
@@ -36,11 +36,10 @@ pub use places::{Cell, Places};
 pub use rows::{Parts, Shape, parts};
 use rows::{pack_keys, pack_values};
 use std::ops::Range;
-pub use words::round_to_words;
 
 /// Elements of head_dim, or places of a sequence, that one product of tiles sums up: sixteen pairs.
 pub const STEP: usize = 2 * LANES;
-/// Pairs of bf16 in a tile.
+/// Pairs in a tile.
 const TILE: usize = 16 * LANES;
 /// Parts of a query or of a weight that are not rounded.
 const LEFT_PARTS: usize = 3;
@@ -103,8 +102,6 @@ const ABREAST: usize = 8;
 /// Most places per call.
 pub const MAX_PLACES: usize = 256;
 const MAX_STEPS: usize = MAX_PLACES / STEP;
-/// Floats of a line of weights with that many places, and what attention has around them.
-pub const LINE: usize = MAX_PLACES + 4 * LANES;
 
 /// Pairs, and units, that [`SplitRow`] writes for rows of `head_dim` elements, if `rows` rows are stored.
 pub fn split_len(head_dim: usize, rows: usize, precision: Precision) -> usize {
@@ -125,15 +122,14 @@ fn plane(rows: usize) -> usize {
     (rows + 16) * LANES
 }
 
-/// Pairs, and units, that a call needs for keys and values of `head_dim` elements.
+/// Pairs that a call needs for keys and values of `head_dim` elements.
 pub fn packed_len(head_dim: usize, dtype: DType, precision: Precision) -> usize {
     let keys = ABREAST * head_dim.div_ceil(STEP);
     let values = head_dim.div_ceil(LANES) * MAX_STEPS;
-    let units = if precision == Precision::Words { head_dim.next_multiple_of(LANES) } else { 0 };
-    keys.max(values) * parts(dtype, precision).unwrap_or(0) * TILE + units
+    keys.max(values) * parts(dtype, precision).unwrap_or(0) * TILE
 }
 
-/// Pairs of bf16 of the weights of a call.
+/// Pairs of the weights of a call, for tiles.
 pub fn weights_len(precision: Precision) -> usize {
     MAX_STEPS * left_parts(precision) * WEIGHT_ROWS * LANES
 }
@@ -156,10 +152,10 @@ impl Kernel for SplitRow<'_> {
     const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        if self.precision == Precision::Words {
-            return words::split_row(s, self.row, self.at, self.rows, self.split);
-        }
         let (plane, split) = (plane(self.rows), self.split);
+        if self.precision == Precision::Words {
+            return words::split_row(s, self.row, self.at, plane, split);
+        }
         for (step, row) in self.row.chunks(STEP).enumerate() {
             let [even, odd] = halves(s, &step_of(row));
             match self.precision {
@@ -173,9 +169,7 @@ impl Kernel for SplitRow<'_> {
                         self.at,
                     );
                 }
-                Precision::Rounded | Precision::Words => {
-                    round(s, even, odd, &mut split[step * plane..], self.at);
-                }
+                _ => round(s, even, odd, &mut split[step * plane..], self.at),
             }
         }
     }
@@ -244,20 +238,16 @@ pub struct SplitQueries<'q> {
     pub n: usize,
 }
 
-/// Weights of the rows: lines whose place 0 is at `at`. Those that are not exact are pairs, as [`RoundWeights`] makes them.
+/// Weights of the rows: lines whose place 0 is at `at`. Rounded ones are pairs, as [`RoundWeights`] makes them.
 pub struct Weights<'w> {
     pub data: &'w [f32],
     pub stride: usize,
     pub at: usize,
-    /// Where a line has the unit of words.
-    pub unit: usize,
 }
 
-/// Turns weights into pairs where they are: those of [`STEP`] places take the room of the first half of them. Pairs are 16 places
+/// Rounds weights to bf16 where they are: the pairs of [`STEP`] places take the room of the first half of them. Pairs are 16 places
 /// apart.
 pub struct RoundWeights<'w> {
-    /// If they become words: where a line gets their unit.
-    pub unit: Option<usize>,
     pub lines: &'w mut [f32],
     pub stride: usize,
     /// Vectors of a line: whole steps.
@@ -272,10 +262,6 @@ impl Kernel for RoundWeights<'_> {
         for line in self.lines.chunks_exact_mut(self.stride) {
             let vectors = &mut line.as_chunks_mut::<LANES>().0[self.vectors.clone()];
             debug_assert!(vectors.len().is_multiple_of(2), "{} vectors are no pairs", vectors.len());
-            if let Some(unit) = self.unit {
-                line[unit] = round_to_words(s, vectors).1;
-                continue;
-            }
             for [even, odd] in vectors.as_chunks_mut().0 {
                 s.store(s.as_floats(s.round_pairs(s.load(even), s.load(odd))), even);
             }
@@ -331,11 +317,12 @@ pub fn scores(products: Products, dtype: DType, asked: Asked<'_>, blocks: &Block
     }
 }
 
-/// `sums[query] += Σ weight × value` over the values at `places`.
+/// `sums[query] += Σ weight × value` over the values at some places. `may_have_nan`: whether any of them may be infinite or NaN.
 pub fn accumulate(
     products: Products,
     dtype: DType,
     values: (&Places<'_>, Shape),
+    may_have_nan: bool,
     weights: Weights<'_>,
     sums: Sums<'_>,
     room: Room<'_>,
@@ -345,7 +332,9 @@ pub fn accumulate(
             tiles::accumulate((isa, precision), dtype, values, weights, sums, room);
         }
         Products::Vectors(isa) => vectors::accumulate(isa, dtype, values, weights, sums, room.packed),
-        Products::Words(isa) => words::accumulate(isa, dtype, values, weights, sums, room.packed),
+        Products::Words(isa) => {
+            words::accumulate(isa, dtype, values, may_have_nan, weights, sums, room.packed);
+        }
     }
 }
 

@@ -260,38 +260,49 @@ fn heads_of_a_few_elements_are_stored_and_read() {
 /// be NaN.
 #[test]
 fn a_broken_row_is_seen_by_those_who_see_it() {
-    for (storage, side) in storages().into_iter().flat_map(|storage| [(storage, Side::K), (storage, Side::V)])
-    {
-        let (k, v) = (storage, storage);
-        let model = Model { k, v, heads: (2, 1), head_dim: 64, n_layers: 1, ..Model::default() };
-        let mut session = model.session(&Cpu::default(), "cells", 600);
-        new(&mut session, &[A, B]);
-        let (n, d) = (20, 64);
-        let (q, mut k, mut v) = (vec![0.5f32; n * 2 * d], vec![0.5f32; n * d], vec![1.0f32; n * d]);
-        let broken = if side == Side::K { &mut k } else { &mut v };
-        broken[7 * d + 3] = f32::NAN; // token 7 is A's, tokens 10.. are B's
-        let mut out = vec![0.0f32; n * 2 * d];
-        let spans = [Span::chain(A, 0, 10), Span::chain(B, 0, 10)];
-        let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
-        step.attend(Attend {
-            layer: LayerId(0),
-            q: Tensor::dense(&q, 2, d),
-            kv: Some((Tensor::dense(&k, 1, d), Tensor::dense(&v, 1, d))),
-            out: TensorMut::dense(&mut out, 2, d),
-            scale: 0.125,
-            softcap: None,
-            sinks: None,
-        })
-        .unwrap();
-        step.commit().unwrap();
-        for (token, out) in out.chunks_exact(d).enumerate() {
-            let (token, head) = (token / 2, token % 2);
-            let what = format!("{storage} {side:?}: token {token} head {head}");
-            let sees = (7..10).contains(&token);
-            assert_eq!(out.iter().any(|x| x.is_nan()), sees, "{what}: {out:?}");
-            // A NaN score breaks the whole row; a NaN value only its group, or the elements it was rotated with.
-            assert!(!sees || side == Side::V || out.iter().all(|x| x.is_nan()), "{what}: {out:?}");
+    // Enough rows for products of pairs.
+    let fast = Isa::tested().into_iter().filter(|isa| crate::has_fast_attention(*isa));
+    let fast = fast.map(|isa| (Cpu::new(Compute::new(isa, 2).fast_prefill(true)), 70));
+    let both_sides = |storage| [(storage, Side::K), (storage, Side::V)];
+    for (cpu, tokens) in std::iter::once((Cpu::default(), 10)).chain(fast) {
+        for (storage, side) in storages().into_iter().flat_map(both_sides) {
+            check_a_broken_row(&cpu, tokens, storage, side);
         }
+    }
+}
+
+/// Two sequences of so many tokens in one step.
+fn check_a_broken_row(cpu: &Cpu, tokens: u32, storage: Storage, side: Side) {
+    let (k, v) = (storage, storage);
+    let model = Model { k, v, heads: (2, 1), head_dim: 64, n_layers: 1, ..Model::default() };
+    let mut session = model.session(cpu, "cells", 600);
+    new(&mut session, &[A, B]);
+    let (of_a, d) = (tokens as usize, 64);
+    let n = 2 * of_a;
+    let (q, mut k, mut v) = (vec![0.5f32; n * 2 * d], vec![0.5f32; n * d], vec![1.0f32; n * d]);
+    let broken = if side == Side::K { &mut k } else { &mut v };
+    broken[7 * d + 3] = f32::NAN; // a token of A
+    let mut out = vec![0.0f32; n * 2 * d];
+    let spans = [Span::chain(A, 0, tokens), Span::chain(B, 0, tokens)];
+    let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
+    step.attend(Attend {
+        layer: LayerId(0),
+        q: Tensor::dense(&q, 2, d),
+        kv: Some((Tensor::dense(&k, 1, d), Tensor::dense(&v, 1, d))),
+        out: TensorMut::dense(&mut out, 2, d),
+        scale: 0.125,
+        softcap: None,
+        sinks: None,
+    })
+    .unwrap();
+    step.commit().unwrap();
+    for (token, out) in out.chunks_exact(d).enumerate() {
+        let (token, head) = (token / 2, token % 2);
+        let what = format!("{storage} {side:?}: token {token} head {head}");
+        let sees = (7..of_a).contains(&token);
+        assert_eq!(out.iter().any(|x| x.is_nan()), sees, "{what}: {out:?}");
+        // A NaN score breaks the whole row; a NaN value only its group, or the elements it was rotated with.
+        assert!(!sees || side == Side::V || out.iter().all(|x| x.is_nan()), "{what}: {out:?}");
     }
 }
 

@@ -39,7 +39,7 @@ pub struct TierFlags {
     #[arg(long, value_name = "WHICH", help_heading = "Tiers below the cache")]
     tier_load: Option<TierLoad>,
     /// How long a request waits for a tier to say what it has: 250ms, 2s. A load may take this much longer than four times its
-    /// estimate; then its tokens are computed
+    /// estimate; then its tokens are computed. An operation of a disk or a shared store has as long, 2s at least and 50s at most
     #[arg(long, value_name = "TIME", value_parser = duration, help_heading = "Tiers below the cache")]
     tier_grace: Option<Duration>,
 }

@@ -57,7 +57,7 @@ impl<'b> Places<'b> {
 
     /// The value at a place.
     #[inline(always)]
-    pub fn get(&self, place: usize) -> Option<Cell<'b>> {
+    fn get(&self, place: usize) -> Option<Cell<'b>> {
         let at = usize::from(self.at[place]);
         (at != usize::from(EMPTY)).then(|| Cell { block: self.blocks[at / LANES], lane: at % LANES })
     }

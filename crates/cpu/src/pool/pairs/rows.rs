@@ -1,4 +1,4 @@
-//! Rows of any dtype, as pairs of bf16.
+//! Rows of any dtype, as pairs of bf16 or of words.
 //!
 //! A key of sixteen cells is read element by element, a value sixteen elements at a time. Packed codes are decoded on the
 //! way, once for all rows of a call.
@@ -46,11 +46,14 @@ pub trait Parts: Sized + 'static {
         }
         squares
     }
-    /// Adds at least the squares of elements `16 * vector..` of a value.
+    /// At least the largest magnitude of a value that is finite: for packed rows what their parameters say.
     #[inline(always)]
-    fn add_squares<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize, squares: S::F) -> S::F {
-        let x = Self::value(s, cell, shape, vector);
-        s.fma(x, x, squares)
+    fn largest<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape) -> f32 {
+        let mut largest = s.splat(0.0);
+        for vector in 0..shape.head_dim.div_ceil(LANES) {
+            largest = s.max(magnitude(s, Self::value(s, cell, shape, vector)), largest);
+        }
+        s.largest(largest)
     }
 }
 
@@ -200,34 +203,51 @@ impl Parts for Q8 {
     #[inline(always)]
     fn squares_of_keys<S: Simd>(s: S, block: &Block<'_>, shape: Shape) -> S::F {
         let mut squares = s.splat(0.0);
-        for (group, _, len) in groups(shape) {
+        for (group, len) in groups(shape) {
             squares = add_largest(s, params(s, block, group), len, squares);
         }
         squares
     }
     #[inline(always)]
-    fn add_squares<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize, squares: S::F) -> S::F {
-        add_largest(s, param(s, cell, vector * LANES / shape.group), 1, squares)
+    fn largest<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape) -> f32 {
+        let mut scale = s.splat(0.0);
+        for (group, _) in groups(shape) {
+            scale = s.max(magnitude(s, param(s, cell, group)), scale);
+        }
+        LARGEST_CODE * s.largest(scale)
     }
+}
+
+/// The largest magnitude of a code of 8 bits.
+const LARGEST_CODE: f32 = 128.0;
+
+#[inline(always)]
+fn magnitude<S: Simd>(s: S, x: S::F) -> S::F {
+    s.max(x, s.sub(s.splat(0.0), x))
 }
 
 /// Adds the squares of `n` codes of 8 bits with this scale, the largest that there may be.
 #[inline(always)]
 fn add_largest<S: Simd>(s: S, scale: S::F, n: usize, squares: S::F) -> S::F {
-    s.fma(s.mul(scale, scale), s.splat((n * 128 * 128) as f32), squares)
+    s.fma(s.mul(scale, scale), s.splat(n as f32 * LARGEST_CODE * LARGEST_CODE), squares)
 }
 
-/// The same of `n` codes of 4 bits. As one of its ends is the largest, it adds the squares of both.
+/// The least element that codes of 4 bits may stand for, and the greatest.
 #[inline(always)]
-fn add_ends<S: Simd>(s: S, [scale, least]: [S::F; 2], n: usize, squares: S::F) -> S::F {
-    let most = s.fma(scale, s.splat(15.0), least);
-    s.fma(s.fma(most, most, s.mul(least, least)), s.splat(n as f32), squares)
+fn ends<S: Simd>(s: S, scale: S::F, least: S::F) -> [S::F; 2] {
+    [least, s.fma(scale, s.splat(15.0), least)]
 }
 
-/// The groups of a row, as [`group_of`] returns them.
+/// Adds the squares of `n` elements between two ends. One of these is the largest: it adds the squares of both.
 #[inline(always)]
-fn groups(shape: Shape) -> impl Iterator<Item = (usize, usize, usize)> {
-    (0..shape.head_dim).step_by(shape.group).map(move |i| group_of(shape, i))
+fn add_ends<S: Simd>(s: S, [a, b]: [S::F; 2], n: usize, squares: S::F) -> S::F {
+    s.fma(s.fma(a, a, s.mul(b, b)), s.splat(n as f32), squares)
+}
+
+/// The groups of a row, and the length of each.
+#[inline(always)]
+fn groups(Shape { head_dim, group, .. }: Shape) -> impl Iterator<Item = (usize, usize)> {
+    (0..head_dim).step_by(group).map(move |first| group.min(head_dim - first)).enumerate()
 }
 
 /// The group that contains element `i`: its number, its first element and its length.
@@ -271,16 +291,21 @@ impl Parts for Q4 {
     #[inline(always)]
     fn squares_of_keys<S: Simd>(s: S, block: &Block<'_>, shape: Shape) -> S::F {
         let mut squares = s.splat(0.0);
-        for (group, _, len) in groups(shape) {
-            let ends = [params(s, block, 2 * group), params(s, block, 2 * group + 1)];
+        for (group, len) in groups(shape) {
+            let ends = ends(s, params(s, block, 2 * group), params(s, block, 2 * group + 1));
             squares = add_ends(s, ends, len, squares);
         }
         squares
     }
     #[inline(always)]
-    fn add_squares<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize, squares: S::F) -> S::F {
-        let group = vector * LANES / shape.group;
-        add_ends(s, [param(s, cell, 2 * group), param(s, cell, 2 * group + 1)], 1, squares)
+    fn largest<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape) -> f32 {
+        let mut largest = s.splat(0.0);
+        for (group, _) in groups(shape) {
+            for end in ends(s, param(s, cell, 2 * group), param(s, cell, 2 * group + 1)) {
+                largest = s.max(magnitude(s, end), largest);
+            }
+        }
+        s.largest(largest)
     }
 }
 
@@ -333,8 +358,9 @@ impl Parts for T4 {
         add_largest(s, params(s, block, others(shape)), shape.head_dim - outliers, squares)
     }
     #[inline(always)]
-    fn add_squares<S: Simd>(s: S, cell: &Cell<'_>, _: Shape, _: usize, squares: S::F) -> S::F {
-        add_largest(s, param(s, cell, 0), 1, squares)
+    fn largest<S: Simd>(s: S, cell: &Cell<'_>, _: Shape) -> f32 {
+        // Values have no outliers.
+        LARGEST_CODE * s.largest(magnitude(s, param(s, cell, 0)))
     }
 }
 

@@ -35,55 +35,76 @@ fn shape(stored: &Stored) -> Shape {
     Shape { head_dim, row, group }
 }
 
-/// The errors of sums of products, of pairs and in f32 one after the other, over the sum of the magnitudes.
+/// The errors of sums of products, of pairs and in f32 one after the other, over the sum of the magnitudes. Those of words over what they
+/// may be at most.
 #[derive(Default)]
 struct Errors {
     pairs: f64,
     floats: f64,
     worst: f64,
     n: f64,
+    words: f64,
+    n_words: f64,
 }
 
-/// How far a sum may be off, as a share of the sum of the magnitudes: each of two rounded factors by 2⁻⁸. Of `n` words, as a share of the
-/// lengths of both rows: each by half a unit, which is up to three times as large beside packed rows.
-fn within(precision: Precision, n: f64) -> f64 {
+/// How far a sum may be off, of exact products or of two factors that are rounded by 2⁻⁸ each, as a share of the sum of the magnitudes.
+fn within(precision: Precision) -> f64 {
     match precision {
         Precision::Exact => 3e-7,
         Precision::Rounded => 1.0 / 127.0,
-        Precision::Words => 4.0 * n.sqrt() / 32_000.0,
+        Precision::Words => unreachable!("their units decide"),
     }
 }
 
+/// The sum of products, and that of their magnitudes.
+fn sums(first: f32, pairs: impl Iterator<Item = (f32, f32)>) -> (f64, f64) {
+    pairs.fold((f64::from(first), f64::from(first.abs())), |(sum, size), (a, b)| {
+        let product = f64::from(a) * f64::from(b);
+        (sum + product, size + product.abs())
+    })
+}
+
 impl Errors {
-    fn add(&mut self, precision: Precision, found: f32, first: f32, pairs: impl Iterator<Item = (f32, f32)>) {
-        let (mut exact, mut float, mut size) = (f64::from(first), first, f64::from(first.abs()));
-        let (mut n, mut squares) = (0.0, [0.0; 2]);
-        for (a, b) in pairs {
-            exact += f64::from(a) * f64::from(b);
-            size += (f64::from(a) * f64::from(b)).abs();
-            float = a.mul_add(b, float);
-            n += 1.0;
-            squares = [squares[0] + f64::from(a).powi(2), squares[1] + f64::from(b).powi(2)];
-        }
-        if precision == Precision::Words {
-            size = f64::from(first.abs()) + (squares[0] * squares[1]).sqrt();
-        }
+    fn add(
+        &mut self,
+        precision: Precision,
+        found: f32,
+        first: f32,
+        pairs: impl Iterator<Item = (f32, f32)> + Clone,
+    ) {
+        let (exact, size) = sums(first, pairs.clone());
         if size == 0.0 {
             return assert_eq!(found, 0.0);
         }
         let error = |x: f32| (f64::from(x) - exact) / size;
-        assert!(error(found).abs() < within(precision, n), "{precision:?}: {found} instead of {exact}");
-        if precision != Precision::Exact {
+        assert!(error(found).abs() < within(precision), "{precision:?}: {found} instead of {exact}");
+        if precision == Precision::Rounded {
             return;
         }
+        let float = pairs.fold(first, |sum, (a, b)| a.mul_add(b, sum));
         self.pairs += error(found).powi(2);
         self.floats += error(float).powi(2);
         self.worst = self.worst.max(error(found).abs());
         self.n += 1.0;
     }
 
-    /// Exact products must be as exact as f32.
+    /// `at_most`: if all factors are off by half a unit, in the same direction.
+    fn add_words(&mut self, found: f32, first: f32, pairs: impl Iterator<Item = (f32, f32)>, at_most: f64) {
+        let (exact, size) = sums(first, pairs);
+        let error = (f64::from(found) - exact).abs();
+        assert!(error <= at_most + 3e-7 * size, "{found} instead of {exact}: more than {at_most:e}");
+        if at_most > 0.0 {
+            self.words += (error / at_most).powi(2);
+            self.n_words += 1.0;
+        }
+    }
+
+    /// Exact products must be as exact as f32. The errors of words must be those of many small ones: with bf16 they would be eight times
+    /// as large.
     fn check(&self, what: &str) {
+        let words = (self.words / self.n_words).sqrt();
+        println!("{what} of words: {words:.2} of what they may be");
+        assert!(words < 0.25, "{what}: {words} of what they may be");
         if self.n == 0.0 {
             return;
         }
@@ -92,6 +113,17 @@ impl Errors {
         println!("{what}: {pairs:.1e}, at most {:.1e}; sums in f32 {floats:.1e}", self.worst);
         assert!(pairs < 1.25 * floats + 3e-8, "{what}: {pairs:e} is worse than {floats:e}");
     }
+}
+
+/// The length of a row, the sum of its magnitudes, and the largest.
+fn sizes(row: &[f32]) -> [f64; 3] {
+    let magnitudes = || row.iter().map(|x| f64::from(x.abs()));
+    [magnitudes().map(|x| x * x).sum::<f64>().sqrt(), magnitudes().sum(), magnitudes().fold(0.0, f64::max)]
+}
+
+/// How much larger than that of the row itself the unit of a packed row may be, which its parameters bound.
+fn looseness(dtype: DType) -> f64 {
+    if dtype.is_quantised() { 4.0 } else { 1.0 }
 }
 
 /// Queries against blocks of keys, in the middle of longer lines, which stay as they are elsewhere.
@@ -140,7 +172,15 @@ fn scores_are_products() {
                         let query = &queries[(first + q) * head_dim..][..head_dim];
                         for (score, key) in line[at..].iter().zip(&keys.rows) {
                             let pairs = query.iter().copied().zip(key.iter().copied());
-                            errors.add(precision, *score, 0.0, pairs);
+                            if precision != Precision::Words {
+                                errors.add(precision, *score, 0.0, pairs);
+                                continue;
+                            }
+                            let ([query, query_sum, _], [key, key_sum, _]) = (sizes(query), sizes(key));
+                            let key = key * looseness(dtype);
+                            let n = head_dim as f64;
+                            let units = query * key_sum + key * query_sum + n * query * key / 64_000.0;
+                            errors.add_words(*score, 0.0, pairs, units / 64_000.0);
                         }
                         let outside = line[..at].iter().chain(&line[at + n_blocks * LANES..]);
                         assert!(outside.into_iter().all(|x| x.is_nan()));
@@ -199,22 +239,20 @@ fn sums_are_products() {
                     }
                     let precision = products.precision();
                     let mut weights = lines.clone();
-                    if precision != Precision::Exact {
+                    if precision == Precision::Rounded {
                         // Vectors of a line begin at its place 0.
                         for line in weights.chunks_exact_mut(stride) {
                             let (lines, vectors) = (&mut line[at..], 0..n_places / LANES);
-                            let unit = (precision == Precision::Words).then_some(n_places + 1);
-                            isa.run(RoundWeights { unit, stride: lines.len(), lines, vectors });
+                            isa.run(RoundWeights { stride: lines.len(), lines, vectors });
                         }
                     }
                     let mut packed = vec![u32::MAX; packed_len(head_dim, dtype, precision)];
                     let mut split = vec![u32::MAX; weights_len(precision)];
                     let mut run = |query: usize, n: usize, data: &mut [f32]| {
-                        let unit = at + n_places + 1;
-                        let weights = Weights { data: &weights[query * stride..], stride, at, unit };
+                        let weights = Weights { data: &weights[query * stride..], stride, at };
                         let sums = Sums { n, data, first: 0, stride: state };
                         let room = Room { packed: &mut packed, split: &mut split };
-                        accumulate(products, dtype, (&places, shape(&values)), weights, sums, room);
+                        accumulate(products, dtype, (&places, shape(&values)), false, weights, sums, room);
                     };
                     let mut sums = before.clone();
                     run(0, n, &mut sums);
@@ -225,7 +263,19 @@ fn sums_are_products() {
                             let pairs = seen.iter().enumerate().filter_map(|(place, seen)| {
                                 Some((lines[q * stride + at + place], values.rows[(*seen)?][i]))
                             });
-                            errors.add(precision, sums[i], before[i], pairs);
+                            if precision != Precision::Words {
+                                errors.add(precision, sums[i], before[i], pairs);
+                                continue;
+                            }
+                            let products = seen.iter().enumerate().filter_map(|(place, seen)| {
+                                let largest = sizes(&values.rows[(*seen)?])[2] * looseness(dtype);
+                                Some(f64::from(lines[q * stride + at + place]) * largest)
+                            });
+                            let (sum, largest) =
+                                products.fold((0.0, 0f64), |(sum, most), x| (sum + x, most.max(x)));
+                            let unit = (sum / 250_000.0).max(largest / 32_000.0);
+                            let at_most = sum / (2.0 * 8_191.0) + unit / 2.0 * n_places as f64;
+                            errors.add_words(sums[i], before[i], pairs, at_most);
                         }
                         assert_eq!(sums[head_dim..], before[head_dim..]);
                         let mut alone = before.to_vec();

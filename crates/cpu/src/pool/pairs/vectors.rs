@@ -13,8 +13,8 @@
 use super::*;
 use std::marker::PhantomData;
 
-/// A pair of bf16, as integer or as the bits of a float.
-pub(super) trait Pair: Copy {
+/// A pair of bf16: an integer, or the bits of a float.
+trait Pair: Copy {
     fn bits(self) -> u32;
 }
 impl Pair for u32 {
@@ -32,14 +32,14 @@ impl Pair for f32 {
 
 /// Rows of pairs, and tiles of pairs to multiply them with.
 #[derive(Clone, Copy)]
-pub(super) struct Factors<'f, P> {
+struct Factors<'f, P> {
     /// From the first row on; row `r` of step `t` begins at `t * plane + r * row`.
-    pub a: &'f [P],
-    pub plane: usize,
-    pub row: usize,
+    a: &'f [P],
+    plane: usize,
+    row: usize,
     /// `[columns / 16, steps]` tiles, from the first column on.
-    pub b: &'f [u32],
-    pub steps: usize,
+    b: &'f [u32],
+    steps: usize,
 }
 
 /// `sums += a × b`, for `R` rows and `16 * D` columns.

@@ -1,28 +1,44 @@
-//! Products of pairs of words, 16 bits and a sign each, in vectors (AVX2).
+//! Products of pairs of words, 15 bits and a sign, in vectors (AVX2).
 //!
 //! ```text
-//! unit = ‖x‖ / 32,000;  words = round(x / unit)                       per query, key, line of weights, and element of all values
+//! scores:      query = words · ‖query‖ / 32,000                     key = words · ‖key‖ / 32,000
+//! accumulate:  value = words · max |value| / 8,191                  weight · max |value| = words · unit of its row
 //! for each 6 rows, for each pair:   sum[row] += a[row][pair] · b[pair]                                       16 columns, integers
-//! out[row][column] = sum · unit[row] · unit[column]
 //! ```
 //!
-//! Because a unit is a share of the length of its row, and no sum of products is larger than the product of both lengths
-//! (Cauchy-Schwarz), 32 bits hold every sum of any number of elements: 32,000² is less than 2³⁰. A row of 64 elements of similar size has
-//! 12 bits for each, where bf16 has 8. Only a row with infinities or NaN, or one whose squares add up to more than a f32 holds, has no
-//! unit: its products are NaN. A row shorter than 1e-15 counts as 0.
+//! 32 bits hold every sum. No sum of products is larger than the product of the lengths of both rows (Cauchy-Schwarz), and 32,000² is less
+//! than 2³⁰, with what rounding adds up to two million elements. An element of a row of 64 has some 12 bits, where bf16 has 8.
 //!
-//! AVX2 multiplies 16 pairs in one instruction and adds them in a second, so two multiply-adds in f32 take as long as three to four here.
-//! Twelve registers keep the sums of six rows, the others a pair of the row, the columns, and a product.
+//! A value has a unit of its own, so no other value makes it coarse, whether a query sees that one or not. Its size goes to the weights.
+//! An attention sink, with a large weight and a small value, then does not make the unit of the other weights coarse. The weights of a
+//! row add up to 250,000 units at most, and the largest is 32,000.
+//!
+//! A row with infinities or NaN gives NaN, and so does a query or a key whose squares add up to more than a f32 holds. A row shorter than
+//! 1e-15, or with no element above 1e-30, counts as 0.
+//!
+//! AVX2 multiplies 16 pairs in one instruction and adds them in a second. Twelve registers keep the sums of six rows, the others a pair of
+//! the row, the columns, and a product. On a Zen 3 core the products run at nine tenths of what the instructions allow, and attention of 512
+//! queries over f16 takes two thirds of the time of f32 products. Cores that start one multiplication of words per cycle (Haswell, Zen 2) have
+//! no such gain.
 use super::rows::{key, value};
-use super::vectors::{Factors, Pair, in_groups, load_part, store_part};
+use super::vectors::{in_groups, load_part, store_part};
 use super::*;
 use crate::pool::Block;
 use std::marker::PhantomData;
 
-/// Length of a row in units. With what rounding adds, the sums of products stay below 2³⁰.
+/// Length of a query or key in units.
 const LENGTH: f32 = 32_000.0;
 /// Rows shorter than this are 0: their squares are no longer exact.
 const SHORTEST: f32 = 1e-15;
+/// The largest element of a value in units.
+const VALUE: f32 = 8_191.0;
+/// Most units of the weights of a row together, and of one. With what rounding adds, `WEIGHTS * VALUE` is less than 2³¹.
+const WEIGHTS: f32 = 250_000.0;
+const WEIGHT: f32 = 32_000.0;
+/// Values without a larger element are 0.
+const SMALLEST: f32 = 1e-30;
+/// Rows whose sums registers hold.
+const ROWS: usize = 6;
 
 /// The unit of a row and its inverse, from the sum of its squares.
 #[inline(always)]
@@ -37,16 +53,16 @@ fn unit(squares: f32) -> [f32; 2] {
     }
 }
 
-/// A vector of two rows in units, as pairs.
+/// Two vectors times two factors, as pairs.
 #[inline(always)]
-fn words<S: Simd>(s: S, inverse: S::F, even: S::F, odd: S::F) -> S::I {
-    s.word_pairs(s.to_i32(s.mul(even, inverse)), s.to_i32(s.mul(odd, inverse)))
+fn words<S: Simd>(s: S, [even, odd]: [S::F; 2], factors: [S::F; 2]) -> S::I {
+    s.word_pairs(s.to_i32(s.mul(even, factors[0])), s.to_i32(s.mul(odd, factors[1])))
 }
 
-/// Writes query row `at` of `rows` to `split`, and its unit behind all of them.
+/// Writes query row `at` to `split`, and its unit behind all rows.
 #[inline(always)]
-pub(super) fn split_row<S: Simd>(s: S, row: &[f32], at: usize, rows: usize, split: &mut [u32]) {
-    let (split, units) = split.split_at_mut(row.len().div_ceil(STEP) * plane(rows));
+pub(super) fn split_row<S: Simd>(s: S, row: &[f32], at: usize, plane: usize, split: &mut [u32]) {
+    let (split, units) = split.split_at_mut(row.len().div_ceil(STEP) * plane);
     let mut squares = s.splat(0.0);
     for row in row.chunks(STEP) {
         let [even, odd] = halves(s, &step_of(row));
@@ -55,28 +71,11 @@ pub(super) fn split_row<S: Simd>(s: S, row: &[f32], at: usize, rows: usize, spli
     let [unit, inverse] = unit(s.sum(squares));
     units[at] = unit.to_bits();
     for (step, row) in row.chunks(STEP).enumerate() {
-        let [even, odd] = halves(s, &step_of(row));
-        if let Some(out) = split[step * plane(rows) + at * LANES..].first_chunk_mut() {
-            s.store_i(words(s, s.splat(inverse), even, odd), out);
+        let pairs = words(s, halves(s, &step_of(row)), [s.splat(inverse); 2]);
+        if let Some(out) = split[step * plane + at * LANES..].first_chunk_mut() {
+            s.store_i(pairs, out);
         }
     }
-}
-
-/// Turns weights into pairs where they are, as [`RoundWeights`] does. Returns their sum by lane, and their unit.
-#[inline(always)]
-pub fn round_to_words<S: Simd>(s: S, vectors: &mut [[f32; LANES]]) -> (S::F, f32) {
-    let steps = vectors.as_chunks_mut().0;
-    let (mut sums, mut squares) = ([s.splat(0.0); 2], [s.splat(0.0); 2]);
-    for [even, odd] in steps.iter() {
-        let (even, odd) = (s.load(even), s.load(odd));
-        sums = [s.add(sums[0], even), s.add(sums[1], odd)];
-        squares = [s.fma(even, even, squares[0]), s.fma(odd, odd, squares[1])];
-    }
-    let [unit, inverse] = unit(s.sum(s.add(squares[0], squares[1])));
-    for [even, odd] in steps {
-        s.store(s.as_floats(words(s, s.splat(inverse), s.load(even), s.load(odd))), even);
-    }
-    (s.add(sums[0], sums[1]), unit)
 }
 
 /// Sixteen units, and their inverses, from sums of squares.
@@ -107,62 +106,109 @@ fn pack_keys<S: Simd, C: Parts>(
             let i = step * STEP + row;
             let even = key::<S, C>(s, block, shape, i);
             let odd = key::<S, C>(s, block, shape, i + LANES);
-            s.store_i(words(s, inverse, even, odd), out);
+            s.store_i(words(s, [even, odd], [inverse; 2]), out);
         }
     }
 }
 
-/// The values at some places as `[head_dim / 16, steps]` tiles, and the units of all elements, as bits.
+/// The values at some places as `[head_dim / 16, steps]` tiles, and the largest magnitude of each: 0 where there is none, NaN where a value
+/// is not finite, which `may_have_nan` says of some.
 #[inline(always)]
 fn pack_values<S: Simd, C: Parts>(
     s: S,
     places: &Places<'_>,
     shape: Shape,
+    may_have_nan: bool,
     out: &mut [u32],
-    units_of: &mut [[u32; LANES]],
+    largest: &mut [f32; MAX_PLACES],
 ) {
-    // Their room has the sums of squares first.
-    units_of.fill([0; LANES]);
-    for place in 0..places.n {
-        if let Some(cell) = places.fetch(s, place, shape.row) {
-            for (n, squares) in units_of.iter_mut().enumerate() {
-                let mut sum = squares.map(f32::from_bits);
-                s.store(C::add_squares(s, &cell, shape, n, s.load(&sum)), &mut sum);
-                *squares = sum.map(f32::to_bits);
+    let (steps, vectors) = (places.n / STEP, shape.head_dim.div_ceil(LANES));
+    for step in 0..steps {
+        for row in 0..LANES {
+            let pair = [0, LANES].map(|half| step * STEP + row + half);
+            let mut inverse = [s.splat(0.0); 2];
+            let mut cells = [None; 2];
+            for half in 0..2 {
+                cells[half] = places.fetch(s, pair[half], shape.row);
+                let found = match &cells[half] {
+                    Some(cell) if may_have_nan && !is_finite::<S, C>(s, cell, shape) => f32::NAN,
+                    Some(cell) => C::largest::<S>(s, cell, shape),
+                    None => 0.0,
+                };
+                largest[pair[half]] = if found < SMALLEST { 0.0 } else { found };
+                inverse[half] = s.splat(if found >= SMALLEST { VALUE / found } else { 0.0 });
             }
-        }
-    }
-    let steps = places.n / STEP;
-    for (n, units_of) in units_of.iter_mut().enumerate() {
-        let [unit, inverse] = units(s, s.load(&units_of.map(f32::from_bits)));
-        *units_of = unit.map(f32::to_bits);
-        let inverse = s.load(&inverse);
-        let out = out[n * steps * TILE..][..steps * TILE].as_chunks_mut().0;
-        for (i, out) in out.iter_mut().enumerate() {
-            let place = i / LANES * STEP + i % LANES;
-            let even = value::<S, C>(s, &places.get(place), shape, n);
-            let odd = value::<S, C>(s, &places.get(place + LANES), shape, n);
-            s.store_i(words(s, inverse, even, odd), out);
+            for n in 0..vectors {
+                let values = [value::<S, C>(s, &cells[0], shape, n), value::<S, C>(s, &cells[1], shape, n)];
+                if let Some(out) = out[((n * steps + step) * LANES + row) * LANES..].first_chunk_mut() {
+                    s.store_i(words(s, values, inverse), out);
+                }
+            }
         }
     }
 }
 
-/// `a × b` for `R` rows and 16 columns. `ROW`: what `factors.row` is if the compiler shall know it, else 0.
+/// Whether all elements of a value are finite.
 #[inline(always)]
-fn multiply<S: Simd, P: Pair, const R: usize, const ROW: usize>(s: S, factors: Factors<'_, P>) -> [S::I; R] {
-    let Factors { a, plane, row, b, steps } = factors;
-    let row = if ROW == 0 { row } else { ROW };
+fn is_finite<S: Simd, C: Parts>(s: S, cell: &Cell<'_>, shape: Shape) -> bool {
+    let mut elements = [0.0; LANES];
+    for n in 0..shape.head_dim.div_ceil(LANES) {
+        s.store(C::value(s, cell, shape, n), &mut elements);
+        if !elements.iter().take(shape.head_dim - n * LANES).all(|x| x.is_finite()) {
+            return false;
+        }
+    }
+    true
+}
+
+/// The weights of a row, times the largest elements of the values, as pairs. Returns their unit.
+#[inline(always)]
+fn round_weights<S: Simd>(
+    s: S,
+    weights: &[[f32; LANES]],
+    largest: &[[f32; LANES]],
+    out: &mut [[u32; LANES]],
+) -> f32 {
+    let (mut sum, mut most) = (s.splat(0.0), s.splat(0.0));
+    for (weights, largest) in weights.iter().zip(largest) {
+        let product = s.mul(s.load(weights), s.load(largest));
+        sum = s.add(sum, product);
+        most = s.max(product, most);
+    }
+    let (sum, most) = (s.sum(sum), s.largest(most));
+    let unit = match sum {
+        ..SMALLEST => 0.0,
+        ..f32::INFINITY => (sum / WEIGHTS).max(most / WEIGHT),
+        _ => f32::NAN,
+    };
+    let inverse = s.splat(if unit > 0.0 { 1.0 / unit } else { 0.0 });
+    let pairs = weights.as_chunks().0.iter().zip(largest.as_chunks().0);
+    for (([even, odd], [of_even, of_odd]), out) in pairs.zip(out) {
+        let factors = [s.mul(s.load(of_even), inverse), s.mul(s.load(of_odd), inverse)];
+        s.store_i(words(s, [s.load(even), s.load(odd)], factors), out);
+    }
+    unit
+}
+
+/// `a × b` for `R` rows and 16 columns. `a`: from the first row on, row `r` of step `t` begins at `t * plane + r * ROW`. `b`: `[steps]` tiles.
+#[inline(always)]
+fn multiply<S: Simd, const R: usize, const ROW: usize>(
+    s: S,
+    (a, plane): (&[u32], usize),
+    b: &[u32],
+    steps: usize,
+) -> [S::I; R] {
     let columns = &b[..steps * TILE].as_chunks().0[..steps * LANES];
     let mut sums = [s.splat_i(0); R];
     for step in 0..steps {
-        let mut rows: [&[P]; R] = [&[]; R];
+        let mut rows: [&[u32]; R] = [&[]; R];
         for (r, pairs) in rows.iter_mut().enumerate() {
-            *pairs = &a[step * plane + r * row..][..LANES];
+            *pairs = &a[step * plane + r * ROW..][..LANES];
         }
         for k in 0..LANES {
             let b = s.load_i(&columns[step * LANES + k]);
             for r in 0..R {
-                sums[r] = s.dot_words(sums[r], s.splat_i(rows[r][k].bits().cast_signed()), b);
+                sums[r] = s.dot_words(sums[r], s.splat_i(rows[r][k].cast_signed()), b);
             }
         }
     }
@@ -214,7 +260,7 @@ impl Kernel for Scores<'_> {
             let a = &split[first * LANES..];
             for (block, units) in units.iter().enumerate() {
                 let b = &packed[block * steps * TILE..];
-                let sums = multiply::<S, u32, R, LANES>(s, Factors { a, plane, row: LANES, b, steps });
+                let sums = multiply::<S, R, LANES>(s, (a, plane), b, steps);
                 let out = &mut lines.data[row * lines.stride + lines.at + block * LANES..];
                 for r in 0..R {
                     if let Some(out) = out[r * lines.stride..].first_chunk_mut() {
@@ -251,8 +297,9 @@ pub fn scores(isa: Isa, dtype: DType, asked: Asked<'_>, blocks: &Blocks<'_>, mut
 struct PackValues<'k, 'b, C> {
     places: &'k Places<'b>,
     shape: Shape,
+    may_have_nan: bool,
     packed: &'k mut [u32],
-    units: &'k mut [[u32; LANES]],
+    largest: &'k mut [f32; MAX_PLACES],
     codec: PhantomData<C>,
 }
 
@@ -261,38 +308,44 @@ impl<C: Parts> Kernel for PackValues<'_, '_, C> {
     const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        pack_values::<S, C>(s, self.places, self.shape, self.packed, self.units);
+        pack_values::<S, C>(s, self.places, self.shape, self.may_have_nan, self.packed, self.largest);
     }
 }
 
-/// Weighted sums of values that are pairs. `LINE`: the stride of the weights' lines if the compiler shall know it, else 0.
-struct Accumulate<'k, const LINE: usize> {
+/// Weighted sums of values that are pairs.
+struct Accumulate<'k> {
     steps: usize,
     head_dim: usize,
     weights: Weights<'k>,
     sums: Sums<'k>,
     packed: &'k [u32],
-    /// Those of all elements, as bits.
-    units: &'k [[u32; LANES]],
+    /// The largest magnitude of the value at each place.
+    largest: &'k [f32; MAX_PLACES],
 }
 
-impl<const LINE: usize> Kernel for Accumulate<'_, LINE> {
+impl Kernel for Accumulate<'_> {
     type Out = ();
     const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Accumulate { steps, head_dim, weights, sums, packed, units } = self;
+        /// Pairs of a row of weights.
+        const ROW: usize = MAX_STEPS * LANES;
+        let Accumulate { steps, head_dim, weights, sums, packed, largest } = self;
+        let largest = &largest.as_chunks().0[..2 * steps];
+        let mut pairs = [[[0; LANES]; MAX_STEPS]; ROWS];
+        let mut units = [0.0; ROWS];
         in_groups!([6, 4, 2, 1], sums.n, |row, R| {
-            let lines = &weights.data[row * weights.stride..];
+            for r in 0..R {
+                let weights = &weights.data[(row + r) * weights.stride + weights.at..];
+                units[r] = round_weights(s, &weights.as_chunks().0[..2 * steps], largest, &mut pairs[r]);
+            }
+            let a = pairs.as_flattened().as_flattened();
             let data = &mut sums.data[sums.first + row * sums.stride..];
-            for (d, units) in units.iter().enumerate() {
-                let (a, b) = (&lines[weights.at..], &packed[d * steps * TILE..]);
-                let factors = Factors { a, plane: STEP, row: weights.stride, b, steps };
-                let products = multiply::<S, f32, R, LINE>(s, factors);
+            for d in 0..head_dim.div_ceil(LANES) {
+                let products = multiply::<S, R, ROW>(s, (a, LANES), &packed[d * steps * TILE..], steps);
                 let columns = d * LANES..head_dim.min((d + 1) * LANES);
                 for r in 0..R {
-                    let unit = s.splat(lines[r * weights.stride + weights.unit]);
-                    let unit = s.mul(unit, s.as_floats(s.load_i(units)));
+                    let unit = s.splat(units[r] / VALUE);
                     let out = &mut data[r * sums.stride..][columns.clone()];
                     store_part(s, s.fma(s.to_f32(products[r]), unit, load_part(s, out)), out);
                 }
@@ -306,21 +359,16 @@ pub fn accumulate(
     isa: Isa,
     dtype: DType,
     (places, shape): (&Places<'_>, Shape),
+    may_have_nan: bool,
     weights: Weights<'_>,
     sums: Sums<'_>,
     packed: &mut [u32],
 ) {
-    let (steps, head_dim) = (places.n / STEP, shape.head_dim);
-    let (packed, units) = packed.split_at_mut(head_dim.div_ceil(LANES) * steps * TILE);
-    let units = &mut units.as_chunks_mut().0[..head_dim.div_ceil(LANES)];
+    let mut largest = [0.0; MAX_PLACES];
     with_codec!(dtype, C => {
-        let (packed, units) = (&mut *packed, &mut *units);
-        isa.run(PackValues::<C> { places, shape, packed, units, codec: PhantomData });
+        let (packed, largest) = (&mut *packed, &mut largest);
+        isa.run(PackValues::<C> { places, shape, may_have_nan, packed, largest, codec: PhantomData });
     });
-    let (packed, units) = (&*packed, &*units);
-    match weights.stride {
-        // The addresses of six rows then take one register.
-        LINE => isa.run(Accumulate::<LINE> { steps, head_dim, weights, sums, packed, units }),
-        _ => isa.run(Accumulate::<0> { steps, head_dim, weights, sums, packed, units }),
-    }
+    let (steps, head_dim) = (places.n / STEP, shape.head_dim);
+    isa.run(Accumulate { steps, head_dim, weights, sums, packed: &*packed, largest: &largest });
 }

@@ -31,7 +31,8 @@ pub struct TierOptions {
     /// Which blocks are loaded.
     pub load: LoadRule,
     /// How long a request waits for a tier to say what it has, and for a load beyond four times its estimate. Then its prompt is
-    /// computed. An operation of a disk or a shared store may take as long, or two seconds if that is more, before it counts as failed.
+    /// computed. An operation of a disk or a shared store may take as long before it counts as failed, but no less than 2 s and no more
+    /// than 50 s.
     pub grace_ms: u64,
 }
 
@@ -261,15 +262,20 @@ pub(super) fn tier_runtime() -> std::io::Result<Runtime> {
     Builder::new_multi_thread().worker_threads(2).thread_name("kvist-tiers").enable_all().build()
 }
 
-/// Limits of a store for which requests wait so long: an operation has at least that time.
+/// Most that a store has for an operation. The engine gives up after [`LONGEST_READ`](super::task::LONGEST_READ), and a store that is given
+/// up never counts as failed.
+#[cfg(any(feature = "disk-tier", feature = "shared-tier"))]
+const LONGEST: Duration = Duration::from_secs(50);
+
+/// Limits of a store for which requests wait so long.
 #[cfg(any(feature = "disk-tier", feature = "shared-tier"))]
 fn limits(grace: Duration) -> kvist_store::Limits {
     let limits = kvist_store::Limits::default();
-    kvist_store::Limits { timeout: limits.timeout.max(grace), ..limits }
+    kvist_store::Limits { timeout: limits.timeout.max(grace.min(LONGEST)), ..limits }
 }
 
-/// Opens the store behind a URL, within a runtime. One that cannot be reached now is no error. `grace`: how long requests wait for it. If
-/// this is more than two seconds, so long may each of its operations take before it counts as failed.
+/// Opens the store behind a URL, within a runtime. One that cannot be reached now is no error. `grace`: how long requests wait for it. An
+/// operation of the store may take as long before it counts as failed, but no less than 2 s and no more than 50 s.
 ///
 /// # Errors
 /// The URL is none of a store, or the program was built without the feature `shared-tier`.
@@ -316,20 +322,24 @@ async fn open_disk(
     block_bytes: u64,
     grace: Duration,
 ) -> Result<Arc<dyn BlockStore>, StoreError> {
-    let limits = limits(grace);
-    let options = kvist_store::DiskOptions { limits, ..disk_options(dir, capacity_bytes, block_bytes) };
+    let options = disk_options(dir, capacity_bytes, block_bytes, grace);
     Ok(Arc::new(kvist_store::Disk::open(options).await?))
 }
 
 #[cfg(feature = "disk-tier")]
-fn disk_options(dir: &Path, capacity_bytes: u64, block_bytes: u64) -> kvist_store::DiskOptions {
-    let (dir, limits) = (dir.to_path_buf(), limits(Duration::ZERO));
+fn disk_options(
+    dir: &Path,
+    capacity_bytes: u64,
+    block_bytes: u64,
+    grace: Duration,
+) -> kvist_store::DiskOptions {
+    let (dir, limits) = (dir.to_path_buf(), limits(grace));
     kvist_store::DiskOptions { dir, capacity_bytes, largest_block_bytes: block_bytes, limits }
 }
 
 #[cfg(feature = "disk-tier")]
 fn check_disk(dir: &Path, capacity_bytes: u64, block_bytes: u64) -> Result<(), StoreError> {
-    disk_options(dir, capacity_bytes, block_bytes).check()
+    disk_options(dir, capacity_bytes, block_bytes, Duration::ZERO).check()
 }
 
 #[cfg(not(feature = "disk-tier"))]
@@ -375,7 +385,7 @@ impl OpenTiers {
     }
 
     /// Waits until `engine`, which computes nothing any more, has written what is on its way to the tiers, or the time is up:
-    /// what is not written is computed again some day.
+    /// what is not written is computed again some day, and the log says how much this is.
     pub fn flush(&self, engine: &Engine, most: Duration) {
         let started = Instant::now();
         let left = || {
@@ -387,9 +397,11 @@ impl OpenTiers {
             match left() {
                 0 => return,
                 bytes if started.elapsed() >= most => {
-                    let bytes = kvist_device::Bytes(bytes);
-                    let message = "were still on their way to the tiers and are dropped: what they hold is computed again";
-                    return tracing::warn!(target: "kvist::engine", "{bytes} {message}");
+                    return tracing::warn!(
+                        target: "kvist::engine",
+                        "{} were still on their way to the tiers and are dropped: their tokens are computed again when they are needed",
+                        kvist_device::Bytes(bytes)
+                    );
                 }
                 _ => std::thread::sleep(Duration::from_millis(5)),
             }
@@ -409,5 +421,17 @@ impl Drop for OpenTiers {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
+    }
+}
+
+#[cfg(all(test, feature = "disk-tier", feature = "shared-tier"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stores_have_as_long_as_requests_wait() {
+        let seconds = [0, 1, 2, 10, 600].map(|grace| limits(Duration::from_secs(grace)).timeout.as_secs());
+        assert_eq!(seconds, [2, 2, 2, 10, 50]);
+        assert!(LONGEST < crate::serving::tiers::task::LONGEST_READ);
     }
 }
