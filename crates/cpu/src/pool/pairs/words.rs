@@ -17,8 +17,8 @@
 //! 1e-15, or with no element above 1e-30, counts as 0.
 //!
 //! AVX2 multiplies 16 pairs in one instruction and adds them in a second. Twelve registers keep the sums of six rows, the others a pair of
-//! the row, the columns, and a product. On a Zen 3 core the products run at nine tenths of what the instructions allow, and attention of 512
-//! queries over f16 takes two thirds of the time of f32 products. Cores that start one multiplication of words per cycle (Haswell, Zen 2) have
+//! the row, the columns, and a product. On two Zen 3 cores (docs/performance.md) attention of 512 queries over f16 runs at two thirds of the
+//! peak of these products, softmax and the making of pairs included, and takes two thirds of the time of f32 products. Cores that start one multiplication of words per cycle (Haswell, Zen 2) have
 //! no such gain.
 use super::rows::{key, value};
 use super::vectors::{in_groups, load_part, store_part};
