@@ -301,7 +301,7 @@ fn check_a_broken_row(cpu: &Cpu, tokens: u32, storage: Storage, side: Side) {
         let what = format!("{storage} {side:?}: token {token} head {head}");
         let sees = (7..of_a).contains(&token);
         assert_eq!(out.iter().any(|x| x.is_nan()), sees, "{what}: {out:?}");
-        // A NaN score breaks the whole row; a NaN value only its group, or the elements it was rotated with.
+        // A NaN score breaks the whole row; a NaN value only its group, the elements it was rotated with, or with words the whole row.
         assert!(!sees || side == Side::V || out.iter().all(|x| x.is_nan()), "{what}: {out:?}");
     }
 }

@@ -152,7 +152,7 @@ fn prompt(cpu: &Cpu, storage: &str, k: &[f32], v: impl Fn(usize, usize) -> f32) 
     out
 }
 
-/// A large value is nothing to the queries before it, and little to the others' precision.
+/// A large value is nothing to the queries before it, and a thousand times as large a value leaves those behind it the others'.
 #[test]
 fn a_large_value_changes_nothing_before_it() {
     let n = 200;
@@ -167,6 +167,14 @@ fn a_large_value_changes_nothing_before_it() {
                     assert!((x - 0.5).abs() < 2e-3, "{isa} {storage}: token {token}, element {i}: {x}");
                 }
                 assert!(x.is_finite(), "{isa} {storage}: token {token}, element {i}");
+            }
+        }
+        for large in [500.0, 515.0, 650.0, 970.0, 1050.0] {
+            let cpu = Cpu::new(Compute::new(isa, 2).fast_prefill(true));
+            let v = |token: usize, i: usize| if token == 150 && i == 3 { large } else { 0.5 };
+            let out = prompt(&cpu, "f16", &vec![0.5; n], v);
+            for (at, x) in out.iter().enumerate().filter(|(at, _)| at % 64 != 3) {
+                assert!((x - 0.5).abs() < 2e-3, "{isa}, {large}: token {}: {x}", at / 64);
             }
         }
     }

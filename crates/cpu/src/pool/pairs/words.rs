@@ -9,17 +9,18 @@
 //! 32 bits hold every sum. No sum of products is larger than the product of the lengths of both rows (Cauchy-Schwarz), and 32,000² is less
 //! than 2³⁰, with what rounding adds up to two million elements. An element of a row of 64 has some 12 bits, where bf16 has 8.
 //!
-//! A value has a unit of its own, so no other value makes it coarse, whether a query sees that one or not. Its size goes to the weights.
-//! An attention sink, with a large weight and a small value, then does not make the unit of the other weights coarse. The weights of a
-//! row add up to 250,000 units at most, and the largest is 32,000.
+//! A value has a unit of its own, so no other value makes its elements coarse. Its size goes to the weights. An attention sink, with a
+//! large weight and a small value, then does not make the unit of the other weights coarse. The weights of a row add up to 250,000 units at
+//! most, and the largest is 32,000. Beside a much larger one, many small weights must not all be rounded the same way: every lane passes
+//! on what rounding took from one place to the next, and begins with another remainder, so that their sum stays right. A weight of 0 stays 0.
 //!
-//! A row with infinities or NaN gives NaN, and so does a query or a key whose squares add up to more than a f32 holds. A row shorter than
-//! 1e-15, or with no element above 1e-30, counts as 0.
+//! A row with infinities or NaN gives NaN, and so do a query or a key whose squares, and weights whose products with the largest elements,
+//! add up to more than a f32 holds. A row shorter than 1e-15, or a value with no element above 1e-30, counts as 0.
 //!
 //! AVX2 multiplies 16 pairs in one instruction and adds them in a second. Twelve registers keep the sums of six rows, the others a pair of
 //! the row, the columns, and a product. On two Zen 3 cores (docs/performance.md) attention of 512 queries over f16 runs at two thirds of the
-//! peak of these products, softmax and the making of pairs included, and takes two thirds of the time of f32 products. Cores that start one multiplication of words per cycle (Haswell, Zen 2) have
-//! no such gain.
+//! peak of these products, softmax and the making of pairs included, and takes two thirds of the time of f32 products. Cores that start one
+//! multiplication of words per cycle (Haswell, Zen 2) have no such gain.
 use super::rows::{key, value};
 use super::vectors::{in_groups, load_part, store_part};
 use super::*;
@@ -182,13 +183,31 @@ fn round_weights<S: Simd>(
         _ => f32::NAN,
     };
     let inverse = s.splat(if unit > 0.0 { 1.0 / unit } else { 0.0 });
-    let pairs = weights.as_chunks().0.iter().zip(largest.as_chunks().0);
-    for (([even, odd], [of_even, of_odd]), out) in pairs.zip(out) {
-        let factors = [s.mul(s.load(of_even), inverse), s.mul(s.load(of_odd), inverse)];
-        s.store_i(words(s, [s.load(even), s.load(odd)], factors), out);
+    let mut rest = REMAINDERS.map(|lanes| s.load(&lanes));
+    let pairs = weights.as_chunks::<2>().0.iter().zip(largest.as_chunks::<2>().0);
+    for ((weights, largest), out) in pairs.zip(out) {
+        let mut words = [s.splat_i(0); 2];
+        for half in 0..2 {
+            let product = s.mul(s.load(&weights[half]), s.load(&largest[half]));
+            let exact = s.fma(product, inverse, rest[half]);
+            words[half] = s.to_i32(exact);
+            rest[half] = s.sub(exact, s.to_f32(words[half]));
+        }
+        s.store_i(s.word_pairs(words[0], words[1]), out);
     }
     unit
 }
+
+/// What the lanes of both vectors of a step begin with: from −31/64 to 31/64, so that a place without weight stays without.
+const REMAINDERS: [[f32; LANES]; 2] = {
+    let mut all = [[0.0; LANES]; 2];
+    let mut i = 0;
+    while i < STEP {
+        all[i % 2][i / 2] = (2 * i + 1) as f32 / (2 * STEP) as f32 - 0.5;
+        i += 1;
+    }
+    all
+};
 
 /// `a × b` for `R` rows and 16 columns. `a`: from the first row on, row `r` of step `t` begins at `t * plane + r * ROW`. `b`: `[steps]` tiles.
 #[inline(always)]
