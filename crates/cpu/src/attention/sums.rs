@@ -62,7 +62,7 @@ impl<'l> Layer<'l> {
                 products,
                 self.values.shape.storage.dtype,
                 (places, shape),
-                self.values.may_have_nan(),
+                self.values.may_have_nan().then_some(&self.values.shape),
                 weights,
                 sums,
                 room,

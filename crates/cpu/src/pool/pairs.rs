@@ -29,7 +29,7 @@ mod tiles;
 mod vectors;
 mod words;
 
-use super::{Blocks, Lines, Sums, with_codec};
+use super::{Blocks, Geometry, Lines, Sums, with_codec};
 use crate::arch::{Isa, Kernel, LANES, Simd, TileIsa, Uses};
 use kvist_device::DType;
 pub use places::{Cell, Places};
@@ -317,12 +317,12 @@ pub fn scores(products: Products, dtype: DType, asked: Asked<'_>, blocks: &Block
     }
 }
 
-/// `sums[query] += Σ weight × value` over the values at some places. `may_have_nan`: whether any of them may be infinite or NaN.
+/// `sums[query] += Σ weight × value` over the values at some places. `broken`: the geometry of the values, if any of them may be infinite or NaN.
 pub fn accumulate(
     products: Products,
     dtype: DType,
     values: (&Places<'_>, Shape),
-    may_have_nan: bool,
+    broken: Option<&Geometry>,
     weights: Weights<'_>,
     sums: Sums<'_>,
     room: Room<'_>,
@@ -333,7 +333,7 @@ pub fn accumulate(
         }
         Products::Vectors(isa) => vectors::accumulate(isa, dtype, values, weights, sums, room.packed),
         Products::Words(isa) => {
-            words::accumulate(isa, dtype, values, may_have_nan, weights, sums, room.packed);
+            words::accumulate(isa, dtype, values, broken, weights, sums, room.packed);
         }
     }
 }

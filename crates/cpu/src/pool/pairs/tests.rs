@@ -1,7 +1,7 @@
 //! Products of pairs against sums in f64, and the errors of exact ones against those of sums in f32.
 use super::*;
 use crate::pool::stored::{Stored, float};
-use crate::pool::{Block, Geometry, MAX_BLOCKS};
+use crate::pool::{Block, MAX_BLOCKS};
 use kvist_device::Side;
 use kvist_testing::SplitMix64;
 
@@ -252,7 +252,7 @@ fn sums_are_products() {
                         let weights = Weights { data: &weights[query * stride..], stride, at };
                         let sums = Sums { n, data, first: 0, stride: state };
                         let room = Room { packed: &mut packed, split: &mut split };
-                        accumulate(products, dtype, (&places, shape(&values)), false, weights, sums, room);
+                        accumulate(products, dtype, (&places, shape(&values)), None, weights, sums, room);
                     };
                     let mut sums = before.clone();
                     run(0, n, &mut sums);

@@ -113,13 +113,13 @@ fn pack_keys<S: Simd, C: Parts>(
 }
 
 /// The values at some places as `[head_dim / 16, steps]` tiles, and the largest magnitude of each: 0 where there is none, NaN where a value
-/// is not finite, which `may_have_nan` says of some.
+/// is not finite. `broken` is the geometry of the rows if there may be such values.
 #[inline(always)]
 fn pack_values<S: Simd, C: Parts>(
     s: S,
     places: &Places<'_>,
     shape: Shape,
-    may_have_nan: bool,
+    broken: Option<&Geometry>,
     out: &mut [u32],
     largest: &mut [f32; MAX_PLACES],
 ) {
@@ -132,7 +132,13 @@ fn pack_values<S: Simd, C: Parts>(
             for half in 0..2 {
                 cells[half] = places.fetch(s, pair[half], shape.row);
                 let found = match &cells[half] {
-                    Some(cell) if may_have_nan && !is_finite::<S, C>(s, cell, shape) => f32::NAN,
+                    Some(cell)
+                        if broken.is_some_and(|rows| {
+                            !rows.lanes_are_finite(&cell.block, cell.lane..cell.lane + 1)
+                        }) =>
+                    {
+                        f32::NAN
+                    }
                     Some(cell) => C::largest::<S>(s, cell, shape),
                     None => 0.0,
                 };
@@ -147,19 +153,6 @@ fn pack_values<S: Simd, C: Parts>(
             }
         }
     }
-}
-
-/// Whether all elements of a value are finite.
-#[inline(always)]
-fn is_finite<S: Simd, C: Parts>(s: S, cell: &Cell<'_>, shape: Shape) -> bool {
-    let mut elements = [0.0; LANES];
-    for n in 0..shape.head_dim.div_ceil(LANES) {
-        s.store(C::value(s, cell, shape, n), &mut elements);
-        if !elements.iter().take(shape.head_dim - n * LANES).all(|x| x.is_finite()) {
-            return false;
-        }
-    }
-    true
 }
 
 /// The weights of a row, times the largest elements of the values, as pairs. Returns their unit.
@@ -316,7 +309,7 @@ pub fn scores(isa: Isa, dtype: DType, asked: Asked<'_>, blocks: &Blocks<'_>, mut
 struct PackValues<'k, 'b, C> {
     places: &'k Places<'b>,
     shape: Shape,
-    may_have_nan: bool,
+    broken: Option<&'k Geometry>,
     packed: &'k mut [u32],
     largest: &'k mut [f32; MAX_PLACES],
     codec: PhantomData<C>,
@@ -327,7 +320,7 @@ impl<C: Parts> Kernel for PackValues<'_, '_, C> {
     const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        pack_values::<S, C>(s, self.places, self.shape, self.may_have_nan, self.packed, self.largest);
+        pack_values::<S, C>(s, self.places, self.shape, self.broken, self.packed, self.largest);
     }
 }
 
@@ -378,7 +371,7 @@ pub fn accumulate(
     isa: Isa,
     dtype: DType,
     (places, shape): (&Places<'_>, Shape),
-    may_have_nan: bool,
+    broken: Option<&Geometry>,
     weights: Weights<'_>,
     sums: Sums<'_>,
     packed: &mut [u32],
@@ -386,7 +379,7 @@ pub fn accumulate(
     let mut largest = [0.0; MAX_PLACES];
     with_codec!(dtype, C => {
         let (packed, largest) = (&mut *packed, &mut largest);
-        isa.run(PackValues::<C> { places, shape, may_have_nan, packed, largest, codec: PhantomData });
+        isa.run(PackValues::<C> { places, shape, broken, packed, largest, codec: PhantomData });
     });
     let (steps, head_dim) = (places.n / STEP, shape.head_dim);
     isa.run(Accumulate { steps, head_dim, weights, sums, packed: &*packed, largest: &largest });
