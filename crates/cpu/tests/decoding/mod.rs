@@ -131,23 +131,29 @@ impl Model {
         let mut outputs = Vec::new();
         for layer in 0..self.n_layers {
             let (q, k, v) = (rows(0, layer, heads), rows(1, layer, kv_heads), rows(2, layer, kv_heads));
-            let mut out = vec![f32::NAN; q.len()];
-            step.attend(Attend {
-                layer: LayerId(layer),
-                q: Tensor::dense(&q, heads, d),
-                kv: Some((Tensor::dense(&k, kv_heads, d), Tensor::dense(&v, kv_heads, d))),
-                out: TensorMut::dense(&mut out, heads, d),
-                scale: 1.0 / (d as f32).sqrt(),
-                softcap: None,
-                sinks: None,
-            })
-            .unwrap();
-            outputs.push(out);
+            outputs.push(self.attend(&mut step, layer, [&q, &k, &v]));
         }
         match kept {
             None => step.commit().unwrap(),
             Some(kept) => step.commit_kept(kept).unwrap(),
         }
         outputs
+    }
+
+    /// Attention of a layer over these queries, keys and values of the step's tokens.
+    pub fn attend(&self, step: &mut SessionStep<'_>, layer: u16, [q, k, v]: [&[f32]; 3]) -> Vec<f32> {
+        let (heads, kv_heads, d) = (self.heads.0 as usize, self.heads.1 as usize, self.head_dim as usize);
+        let mut out = vec![f32::NAN; q.len()];
+        step.attend(Attend {
+            layer: LayerId(layer),
+            q: Tensor::dense(q, heads, d),
+            kv: Some((Tensor::dense(k, kv_heads, d), Tensor::dense(v, kv_heads, d))),
+            out: TensorMut::dense(&mut out, heads, d),
+            scale: 1.0 / (d as f32).sqrt(),
+            softcap: None,
+            sinks: None,
+        })
+        .unwrap();
+        out
     }
 }

@@ -282,19 +282,9 @@ fn check_a_broken_row(cpu: &Cpu, tokens: u32, storage: Storage, side: Side) {
     let (q, mut k, mut v) = (vec![0.5f32; n * 2 * d], vec![0.5f32; n * d], vec![1.0f32; n * d]);
     let broken = if side == Side::K { &mut k } else { &mut v };
     broken[7 * d + 3] = f32::NAN; // a token of A
-    let mut out = vec![0.0f32; n * 2 * d];
     let spans = [Span::chain(A, 0, tokens), Span::chain(B, 0, tokens)];
     let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
-    step.attend(Attend {
-        layer: LayerId(0),
-        q: Tensor::dense(&q, 2, d),
-        kv: Some((Tensor::dense(&k, 1, d), Tensor::dense(&v, 1, d))),
-        out: TensorMut::dense(&mut out, 2, d),
-        scale: 0.125,
-        softcap: None,
-        sinks: None,
-    })
-    .unwrap();
+    let out = model.attend(&mut step, 0, [&q, &k, &v]);
     step.commit().unwrap();
     for (token, out) in out.chunks_exact(d).enumerate() {
         let (token, head) = (token / 2, token % 2);

@@ -135,19 +135,10 @@ fn prompt(cpu: &Cpu, storage: &str, k: &[f32], v: impl Fn(usize, usize) -> f32) 
     let (n, d) = (k.len(), 64);
     let k: Vec<f32> = k.iter().flat_map(|x| vec![*x; d]).collect();
     let v: Vec<f32> = (0..n * d).map(|i| v(i / d, i % d)).collect();
-    let (q, mut out) = (vec![0.5; n * d], vec![f32::NAN; n * d]);
+    let q = vec![0.5; n * d];
     let spans = [Span::chain(A, 0, n as u32)];
     let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
-    step.attend(Attend {
-        layer: LayerId(0),
-        q: Tensor::dense(&q, 1, d),
-        kv: Some((Tensor::dense(&k, 1, d), Tensor::dense(&v, 1, d))),
-        out: TensorMut::dense(&mut out, 1, d),
-        scale: 0.125,
-        softcap: None,
-        sinks: None,
-    })
-    .unwrap();
+    let out = model.attend(&mut step, 0, [&q, &k, &v]);
     step.commit().unwrap();
     out
 }
