@@ -48,8 +48,8 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         false
     }
 
-    /// Whether it has [`Kernel::Several`] for weights in this encoding, with the bits of [`Kernel::Matmul`] for one token (after a norm only
-    /// nearly those).
+    /// Whether it has [`Kernel::Several`] for weights in this encoding and inputs in multiples of eight, with the bits of [`Kernel::Matmul`]
+    /// for one token (after a norm only nearly those).
     fn has_several(&self, encoding: u32) -> bool {
         let _ = encoding;
         false

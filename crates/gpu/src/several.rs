@@ -19,7 +19,10 @@ pub fn numbers(activation: Activation) -> (u32, f32) {
 /// Whether a driver computes both layers in one launch, for so many tokens.
 pub fn together<D: Driver>(gpu: &D, n: u32, a: &Linear<D>, b: &Linear<D>) -> bool {
     let of_one_part = |layer: &Linear<D>| layer.parts.len() == 1;
+    // Rows of floats whose loads of 16 bytes are whole; those of other encodings always are.
+    let of_whole_loads = a.inputs.is_multiple_of(8);
     n == 1
+        && of_whole_loads
         && a.encoding == b.encoding
         && a.inputs == b.inputs
         && of_one_part(a)

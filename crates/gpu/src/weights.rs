@@ -1,7 +1,7 @@
 //! Weights on the device, in their file's encoding.
 //!
-//! A block's codes, further codes and scales go to regions of their own (`weights.wgsl`), so that kernels read
-//! whole words. Rows of floats are padded to four elements. A matrix that is larger than a binding is split into parts
+//! A block's codes, further codes and scales go to regions of their own (`weights.wgsl`), so that codes begin at multiples of 16 bytes
+//! and kernels read whole words. Rows of floats are padded to four elements. A matrix that is larger than a binding is split into parts
 //! of whole rows.
 use crate::driver::Driver;
 use crate::kernels::{MATMUL_OUTPUTS, MAX_GROUPS, Routed, encoding_number};
@@ -54,8 +54,11 @@ fn regions(encoding: Encoding) -> [Range<usize>; 3] {
         Encoding::Q5_0 => [6..22, 2..6, 0..2],
         Encoding::Q5_1 => [8..24, 4..8, 0..4],
         Encoding::Mxfp4 => [1..17, none, 0..1],
-        Encoding::Q3K => [0..108, none, 108..110],
+        Encoding::Q2K => [0..80, none, 80..84],
+        Encoding::Q3K => [0..96, 96..108, 108..110],
         Encoding::Q6K => [0..208, none, 208..210],
+        Encoding::Iq4Xs => [8..136, none, 0..8],
+        Encoding::Table16 => [36..164, 4..36, 0..4],
         whole => [0..whole.block().1, none.clone(), none],
     }
 }

@@ -349,8 +349,8 @@ impl Driver for Wgpu {
         }
     }
 
-    fn has_several(&self, encoding: u32) -> bool {
-        self.target.has_several(encoding)
+    fn has_several(&self, _encoding: u32) -> bool {
+        self.target.has_several()
     }
 
     fn gemm_tile(&self, encoding: u32, routed: Routed, tokens: u32, outputs: u32) -> GemmTile {

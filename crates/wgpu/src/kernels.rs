@@ -108,25 +108,17 @@ pub struct Target {
 }
 
 impl Target {
-    /// Whether `matmul_units` computes a few tokens with weights in this encoding.
-    fn has_units(&self, encoding: u32) -> bool {
-        use Encoding::*;
-        let of_units = |encoding: &Encoding| {
-            matches!(encoding, Q8_0 | Int8 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Iq4Nl | Mxfp4 | Q4K | Q5K | Q6K)
-        };
-        self.fast && Encoding::RESIDENT.get(encoding as usize).is_some_and(of_units)
+    /// Whether [`Kernel::Several`] computes layers.
+    pub fn has_several(&self) -> bool {
+        self.bindings >= SEVERAL_BINDINGS && self.fast
     }
 
-    /// Whether [`Kernel::Several`] computes layers with such weights.
-    pub fn has_several(&self, encoding: u32) -> bool {
-        self.bindings >= SEVERAL_BINDINGS && self.has_units(encoding)
-    }
-
-    /// What a workgroup of [`Kernel::Gemm`] computes.
+    /// What a workgroup of [`Kernel::Gemm`] computes. f32 stays exact.
     pub fn gemm_tile(&self, encoding: u32, routed: Routed, tokens: u32, outputs: u32) -> GemmTile {
         // Without cooperative matrices fewer tokens are not worth a tile, unless they are alone with their expert's weights.
         let few = !self.cooperative && tokens < MANY_TOKENS && routed != Routed::Experts;
-        if !self.has_units(encoding) || few {
+        let is_exact = Encoding::RESIDENT.get(encoding as usize) == Some(&Encoding::F32);
+        if !self.fast || is_exact || few {
             return GemmTile::USUAL;
         }
         // A workgroup has rows of one expert: a tile for more rows than an expert has would compute some in vain.
@@ -189,7 +181,7 @@ impl Target {
             Kernel::Embed { .. } => {
                 text(&[MATH, BYTES, ENCODINGS, WEIGHTS, include_str!("kernels/embed.wgsl")])
             }
-            Kernel::Matmul { encoding, .. } if self.has_units(encoding) => {
+            Kernel::Matmul { .. } if self.fast => {
                 let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, lanes, UNITS, UNIT_SUMS]);
                 parts.extend([FETCH, UNIT_ROWS].map(|file| of_matrix(file, "w_")));
                 parts.push(include_str!("kernels/matmul_units.wgsl").into());
@@ -271,13 +263,15 @@ impl Target {
 
     /// Constants of the fast kernels alone.
     fn own_constants(&self, kernel: &Kernel) -> Vec<(&'static str, Constant)> {
-        // Encodings with eight bits have one word of codes per quad, the others one for two.
+        // 16 bytes of weights or codes, and of encodings with fewer than eight bits 32 elements.
         let quads = |encoding: u32| match Encoding::RESIDENT.get(encoding as usize) {
+            Some(Encoding::F32) => 1,
+            Some(Encoding::F16 | Encoding::BF16) => 2,
             Some(Encoding::Q8_0 | Encoding::Int8) => 4,
             _ => 8,
         };
         match *kernel {
-            Kernel::Matmul { encoding, .. } if self.has_units(encoding) => {
+            Kernel::Matmul { encoding, .. } if self.fast => {
                 vec![
                     ("UNIT_QUADS", quads(encoding).into()),
                     ("ROWS", ROWS_OF_LANE.into()),

@@ -40,10 +40,6 @@ __device__ __forceinline__ uint2 place_of(u32 segment) {
     }
 }
 
-__device__ __forceinline__ uint4 words4(const u32* __restrict__ w, u32 word) {
-    return make_uint4(load1(w, word), load1(w, word + 1u), load1(w, word + 2u), load1(w, word + 3u));
-}
-
 // Loads what segment k of a tile needs. To be called for k = 0 .. 3, each when that segment of the tile before is done: what several
 // segments share is loaded at the last of them. `before`: quads of the rows before this one. Behind the end of a row codes and
 // scales stay as they are: inputs are 0 there.
@@ -62,21 +58,22 @@ __device__ __forceinline__ void fetch(Raw& raw, const u32* __restrict__ w, Form 
     }
     case Q2_K: {
         if (k < 3u) { return; }
-        u32 at = super_block * 21u;
-        raw.codes[0] = words4(w, at + 4u + 4u * t);
+        u32 at = super_block * 20u;
+        raw.codes[0] = load4(w, at + 4u + 4u * t);
         raw.scales[0] = load1(w, at + t / 2u * 2u);
         raw.scales[1] = load1(w, at + t / 2u * 2u + 1u);
-        raw.scales[2] = load1(w, at + 20u);
+        raw.scales[2] = load1(w, form.s + super_block);
         return;
     }
     case Q3_K: {
         if (k < 3u) { return; }
-        u32 at = super_block * 27u;
-        raw.codes[0] = words4(w, at + 8u + 4u * t);
-        raw.high[0] = words4(w, at + t % 2u * 4u);
-        raw.scales[0] = load1(w, at + 24u);
-        raw.scales[1] = load1(w, at + 25u);
-        raw.scales[2] = load1(w, at + 26u);
+        u32 at = super_block * 24u;
+        u32 scales = form.b + super_block * 3u;
+        raw.codes[0] = load4(w, at + 8u + 4u * t);
+        raw.high[0] = load4(w, at + t % 2u * 4u);
+        raw.scales[0] = load1(w, scales);
+        raw.scales[1] = load1(w, scales + 1u);
+        raw.scales[2] = load1(w, scales + 2u);
         raw.scales[3] = load_half(w, form.s, super_block);
         return;
     }
@@ -108,26 +105,23 @@ __device__ __forceinline__ void fetch(Raw& raw, const u32* __restrict__ w, Form 
         return;
     }
     case IQ4_XS: {
-        u32 at = super_block * 34u;
-        if (k % 2u == 1u) {
-            uint2 low = load2(w, at + 2u + 4u * (4u * m + t)), high = load2(w, at + 4u + 4u * (4u * m + t));
-            raw.codes[m] = make_uint4(low.x, low.y, high.x, high.y);
-        }
+        if (k % 2u == 1u) { raw.codes[m] = load4(w, super_block * 32u + 4u * (4u * m + t)); }
         if (k == 3u) {
-            raw.scales[0] = load1(w, at);
-            raw.scales[1] = load1(w, at + 1u);
+            uint2 head = load2(w, form.s + super_block * 2u);
+            raw.scales[0] = head.x;
+            raw.scales[1] = head.y;
         }
         return;
     }
     case FEW: {
-        u32 at = super_block * 41u;
+        u32 table = form.b + super_block * 8u; // and scales
         if (k % 2u == 1u) {
-            raw.codes[m] = words4(w, at + 9u + 4u * (4u * m + t));
-            raw.scales[1u + m] = load1(w, at + 5u + 2u * m + t / 2u);
+            raw.codes[m] = load4(w, super_block * 32u + 4u * (4u * m + t));
+            raw.scales[1u + m] = load1(w, table + 4u + 2u * m + t / 2u);
         }
         if (k == 3u) {
-            raw.head = words4(w, at + 1u);
-            raw.scales[0] = load1(w, at);
+            raw.head = load4(w, table);
+            raw.scales[0] = load1(w, form.s + super_block);
         }
         return;
     }

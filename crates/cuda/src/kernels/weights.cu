@@ -121,21 +121,22 @@ __device__ __forceinline__ float4 weights4(const u32* __restrict__ w, Form form,
         return make_float4(scale * fp4(codes.x), scale * fp4(codes.y), scale * fp4(codes.z), scale * fp4(codes.w));
     }
     case Q2_K: {
-        const u32* at = w + super_block * 21u;
+        const u32* at = w + super_block * 20u;
         uint4 codes = four(at[4u + group / 4u * 8u + i], 2u * (group & 3u), 3u);
         u32 g = 2u * group + i / 4u;
         u32 scale = byte_of(at[g / 4u], g & 3u);
-        u32 d = at[20];
+        u32 d = w[form.s + super_block];
         return above(half_(d & 0xffffu) * (float)(scale & 15u), codes, -(half_(d >> 16) * (float)(scale >> 4)));
     }
     case Q3_K: {
-        const u32* at = w + super_block * 27u;
+        const u32* at = w + super_block * 24u;
+        const u32* scales = w + form.b + super_block * 3u;
         uint4 low = four(at[8u + group / 4u * 8u + i], 2u * (group & 3u), 3u);
         uint4 high = four(at[i], group, 1u);
         uint4 codes = both(low, make_uint4(high.x << 2, high.y << 2, high.z << 2, high.w << 2));
         u32 g = 2u * group + i / 4u;
-        u32 low_scale = (byte_of(at[24u + (g & 7u) / 4u], g & 3u) >> (4u * (g / 8u))) & 15u;
-        u32 high_scale = (byte_of(at[26], g & 3u) >> (2u * (g / 4u))) & 3u;
+        u32 low_scale = (byte_of(scales[(g & 7u) / 4u], g & 3u) >> (4u * (g / 8u))) & 15u;
+        u32 high_scale = (byte_of(scales[2], g & 3u) >> (2u * (g / 4u))) & 3u;
         float scale = (float)(low_scale | (high_scale << 4)) - 32.0f;
         return centred(half_at(w, form.s, super_block) * scale, codes, 4.0f);
     }
@@ -164,19 +165,19 @@ __device__ __forceinline__ float4 weights4(const u32* __restrict__ w, Form form,
         return centred(half_at(w, form.s, super_block) * signed_byte(at[48u + g / 4u], g & 3u), codes, 32.0f);
     }
     case IQ4_XS: {
-        const u32* at = w + super_block * 34u;
-        uint4 codes = four(at[2u + group * 4u + (i & 3u)], (i >> 2) * 4u, 15u);
-        u32 low = (byte_of(at[1], group / 2u) >> (4u * (group & 1u))) & 15u;
-        u32 high = (byte_of(at[0] >> 16, group / 4u) >> (2u * (group & 3u))) & 3u;
-        float scale = half_(at[0] & 0xffffu) * ((float)(low | (high << 4)) - 32.0f);
+        const u32* head = w + form.s + super_block * 2u;
+        uint4 codes = four(w[block * 4u + (i & 3u)], (i >> 2) * 4u, 15u);
+        u32 low = (head[1] >> (4u * group)) & 15u;
+        u32 high = (head[0] >> (16u + 2u * group)) & 3u;
+        float scale = half_(head[0] & 0xffffu) * ((float)(low | (high << 4)) - 32.0f);
         return make_float4(scale * iq4(codes.x), scale * iq4(codes.y), scale * iq4(codes.z), scale * iq4(codes.w));
     }
     case FEW: {
-        const u32* at = w + super_block * 41u;
-        uint4 codes = four(at[9u + group * 4u + (i & 3u)], (i >> 2) * 4u, 15u);
+        const u32* table = w + form.b + super_block * 8u; // and scales
+        uint4 codes = four(w[block * 4u + (i & 3u)], (i >> 2) * 4u, 15u);
         u32 g = 2u * group + i / 4u;
-        float scale = __uint_as_float(at[0]) * signed_byte(at[5u + g / 4u], g & 3u);
-        u32 a = at[1], b = at[2], c = at[3], d = at[4];
+        float scale = __uint_as_float(w[form.s + super_block]) * signed_byte(table[4u + g / 4u], g & 3u);
+        u32 a = table[0], b = table[1], c = table[2], d = table[3];
         return make_float4(
             scale * ((float)(entry(a, b, c, d, codes.x) & 0xffu) - 128.0f),
             scale * ((float)(entry(a, b, c, d, codes.y) & 0xffu) - 128.0f),

@@ -19,6 +19,8 @@ const IQ4_XS: u32 = 15u;
 const FEW: u32 = 16u;
 const INT8: u32 = 17u;
 
+const IS_FLOAT: bool = ENCODING <= BF16;
+
 struct Form {
     quads: u32, // elements of a row / 4, rounded up
     b: u32,     // first word of the further codes

@@ -1,5 +1,4 @@
-// A linear layer for many tokens with weights in blocks (see product.wgsl and units.wgsl), in sums of another order than `gemm`. A
-// workgroup has a tile of TILE_OUTPUTS outputs and TILE_TOKENS tokens. For STEP inputs at a time it decodes the tile's weights to f16
+// A linear layer for many tokens (see product.wgsl and units.wgsl), in sums of another order than `gemm`. A workgroup has a tile of TILE_OUTPUTS outputs and TILE_TOKENS tokens. For STEP inputs at a time it decodes the tile's weights to f16
 // in workgroup memory, beside the tokens' inputs (halves.wgsl), and multiplies them: `products_*.wgsl` say how. The next
 // step's weights and inputs are on their way meanwhile.
 //
@@ -34,10 +33,14 @@ fn load_step(work: Work, thread: u32, first_output: u32, first_token: u32, step:
         let n = thread + i * THREADS;
         let unit = step * ROW_UNITS + n % ROW_UNITS;
         let row = work.before + min(first_output + n / ROW_UNITS, work.outputs - 1u);
-        units[i] = w_fetch(args.form, row, min(unit, args.form.quads / UNIT_QUADS - 1u));
+        let all = w_units(args.form);
+        units[i] = w_fetch(args.form, row, min(unit, all - 1u));
         if (ENCODING == INT8) { units[i].scales.x = 1.0; }
         // Behind the end of a row of inputs are zeros.
-        if (unit >= args.form.quads / UNIT_QUADS) { units[i].scales = vec4(0.0); }
+        if (unit >= all) {
+            units[i].scales = vec4(0.0);
+            if (IS_FLOAT) { units[i].a = vec4(0u); }
+        }
     }
     unroll(i, CHUNKS_EACH) {
         let n = thread + i * THREADS;

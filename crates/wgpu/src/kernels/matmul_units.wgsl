@@ -1,4 +1,4 @@
-// A linear layer for a few tokens with weights in blocks (see product.wgsl and units.wgsl), in sums of another order than `matmul`.
+// A linear layer for a few tokens (see product.wgsl and units.wgsl), in sums of another order than `matmul`.
 
 @group(0) @binding(0) var<storage, read> w_words: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [tokens, inputs]
@@ -21,7 +21,8 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
         let last = work.before + work.outputs - 1u;
         // Routed rows are computed one by one.
         let last_token = inputs_of(work, select(args.tokens - 1u, first_token, ROUTED));
-        w_add_rows(args.form, row, last, thread % UNIT_LANES, inputs_of(work, first_token), last_token);
+        let inputs = Inputs(inputs_of(work, first_token), last_token, args.inputs);
+        w_add_rows(args.form, row, last, thread % UNIT_LANES, inputs);
     }
     add_up(lanes);
     if (thread < ALL_ROWS * TOKENS) {

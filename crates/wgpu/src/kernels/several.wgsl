@@ -38,6 +38,11 @@ struct Args {
 @group(0) @binding(10) var<storage, read_write> out2: array<f32>;
 var<immediate> args: Args;
 
+// Rows of floats are whole units here, too.
+fn inputs_of_all() -> Inputs {
+    return Inputs(0u, 0u, 4u * args.quads);
+}
+
 fn norm_weights(quad: u32) -> vec4<f32> {
     return norm[quad];
 }
@@ -70,9 +75,9 @@ fn gate_rows(lanes: Lanes, workgroup: u32) {
     let first = workgroup * (ALL_ROWS / 2u);
     let row = first + group / 2u * ROWS;
     if (group % 2u == 0u) {
-        w0_add_rows(Form(args.quads, args.b0, args.s0), row, args.outputs0 - 1u, thread % UNIT_LANES, 0u, 0u);
+        w0_add_rows(Form(args.quads, args.b0, args.s0), row, args.outputs0 - 1u, thread % UNIT_LANES, inputs_of_all());
     } else {
-        w1_add_rows(Form(args.quads, args.b1, args.s1), row, args.outputs0 - 1u, thread % UNIT_LANES, 0u, 0u);
+        w1_add_rows(Form(args.quads, args.b1, args.s1), row, args.outputs0 - 1u, thread % UNIT_LANES, inputs_of_all());
     }
     add_up(lanes);
     let o = first + thread;
@@ -109,13 +114,13 @@ fn main(lanes: Lanes, @builtin(workgroup_id) id: vec3<u32>) {
     let row = first + thread / UNIT_LANES * ROWS;
     var outputs = args.outputs0;
     if (layer == 0u) {
-        w0_add_rows(Form(args.quads, args.b0, args.s0), row, outputs - 1u, lane, 0u, 0u);
+        w0_add_rows(Form(args.quads, args.b0, args.s0), row, outputs - 1u, lane, inputs_of_all());
     } else if (layer == 1u) {
         outputs = args.outputs1;
-        w1_add_rows(Form(args.quads, args.b1, args.s1), row, outputs - 1u, lane, 0u, 0u);
+        w1_add_rows(Form(args.quads, args.b1, args.s1), row, outputs - 1u, lane, inputs_of_all());
     } else {
         outputs = args.outputs2;
-        w2_add_rows(Form(args.quads, args.b2, args.s2), row, outputs - 1u, lane, 0u, 0u);
+        w2_add_rows(Form(args.quads, args.b2, args.s2), row, outputs - 1u, lane, inputs_of_all());
     }
     add_up(lanes);
     let o = first + thread;

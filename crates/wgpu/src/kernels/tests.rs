@@ -47,12 +47,12 @@ fn kernels_fit_into_workgroup_memory() {
         for encoding in [Encoding::F16, Encoding::Q8_0, Encoding::Q4K] {
             let encoding = kvist_gpu::encoding_number(encoding).unwrap();
             kernels.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed: Routed::No }));
-            if target.has_several(encoding) {
+            if target.has_several() {
                 kernels.push(Kernel::Several { encoding, gated: true, normed: true });
             }
             for tokens in [13, 1000, 1 << 20] {
                 let tile = target.gemm_tile(encoding, Routed::No, tokens, 1000);
-                assert_eq!(tile.halves, kib > 16 && encoding != 1, "{kib} KiB, {tile:?}");
+                assert_eq!(tile.halves, kib > 16, "{kib} KiB, {tile:?}");
                 kernels.push(Kernel::Gemm { encoding, routed: Routed::Experts, tile });
             }
         }
@@ -95,7 +95,7 @@ fn cooperative_kernels_are_valid() {
             n += 1;
         }
     }
-    assert_eq!(n, 33);
+    assert_eq!(n, 3 * 17, "all but f32");
 }
 
 #[test]

@@ -6,12 +6,11 @@ const GROUPS: u32 = 2u; // of lanes, in a workgroup
 const THREADS: u32 = UNIT_LANES * GROUPS;
 const ALL_ROWS: u32 = ROWS * GROUPS; // as many as MATMUL_OUTPUTS
 
-// The inputs of a unit: quads from `first` on, of the tokens from `token` on.
+// Tokens from `token` on.
 struct Inputs {
     token: u32,
     last: u32,  // token; the inputs of further ones are its own
-    quads: u32, // of a token
-    first: u32,
+    n: u32,     // elements of a token
 }
 
 // What this lane has loaded: a unit of each row.
@@ -21,15 +20,33 @@ var<private> acc: array<f32, ROWS * TOKENS>;
 // NORMED: the sum of the squares of its inputs.
 var<private> squares: f32;
 
-// Adds the products of its units, for every token.
-fn add_units(inputs: Inputs) {
+// Element i of `x` of all tokens, 0 from `end` on.
+fn input_of(i: u32, end: u32) -> f32 {
+    if (i >= end) { return 0.0; }
+    return x[i >> 2u][i & 3u];
+}
+
+// Quad c of the inputs of token t.
+fn inputs4(inputs: Inputs, t: u32, c: u32) -> vec4<f32> {
+    let token = min(inputs.token + t, inputs.last);
+    // Rows of floats can have any length: behind the end of one lies another token.
+    if (IS_FLOAT && inputs.n % 8u != 0u) {
+        let end = (token + 1u) * inputs.n;
+        let i = token * inputs.n + 4u * c;
+        return vec4(input_of(i, end), input_of(i + 1u, end), input_of(i + 2u, end), input_of(i + 3u, end));
+    }
+    return x[token * (inputs.n / 4u) + c];
+}
+
+// Adds the products of its units, whose quads are those from `first` on, for every token.
+fn add_units(inputs: Inputs, first: u32) {
     unroll(j, UNIT_QUADS) {
         var values: array<vec4<f32>, TOKENS>;
         unroll(t, TOKENS) {
-            values[t] = x[min(inputs.token + t, inputs.last) * inputs.quads + inputs.first + j];
+            values[t] = inputs4(inputs, t, first + j);
             if (NORMED) {
                 squares += dot(values[t], values[t]);
-                values[t] *= norm_weights(inputs.first + j);
+                values[t] *= norm_weights(first + j);
             }
         }
         unroll(r, ROWS) {

@@ -3,7 +3,7 @@
 //   weights4(row, c) = elements 4c .. 4c + 3 of a row
 //
 // A block's codes, then further codes (b), then scales (s) lie in regions of their own, so that every code is in an
-// aligned word. q2_K, q4_K, q5_K, iq4_xs and `few` are whole words already and lie block by block as in their files.
+// aligned word, and codes of blocks begin at multiples of 16 bytes. q4_K and q5_K lie block by block as in their files.
 // The values are those of `kvist_device::weights`, in the same order of operations.
 
 fn half_at(first: u32, i: u32) -> f32 {
@@ -76,20 +76,21 @@ fn weights4(form: Form, row: u32, c: u32) -> vec4<f32> {
             return scale * vec4(fp4(codes.x), fp4(codes.y), fp4(codes.z), fp4(codes.w));
         }
         case Q2_K: {
-            let at = super_block * 21u;
+            let at = super_block * 20u;
             let codes = four(w[at + 4u + group / 4u * 8u + i], 2u * (group & 3u), 3u);
             let g = 2u * group + i / 4u;
             let scale = byte_of(w[at + g / 4u], g & 3u);
-            let d = w[at + 20u];
+            let d = w[form.s + super_block];
             return half_(d & 0xffffu) * f32(scale & 15u) * vec4<f32>(codes) - half_(d >> 16u) * f32(scale >> 4u);
         }
         case Q3_K: {
-            let at = super_block * 27u;
+            let at = super_block * 24u;
+            let scales = form.b + super_block * 3u;
             let low = four(w[at + 8u + group / 4u * 8u + i], 2u * (group & 3u), 3u);
             let codes = low | (four(w[at + i], group, 1u) << vec4(2u));
             let g = 2u * group + i / 4u;
-            let low_scale = (byte_of(w[at + 24u + (g & 7u) / 4u], g & 3u) >> (4u * (g / 8u))) & 15u;
-            let high_scale = (byte_of(w[at + 26u], g & 3u) >> (2u * (g / 4u))) & 3u;
+            let low_scale = (byte_of(w[scales + (g & 7u) / 4u], g & 3u) >> (4u * (g / 8u))) & 15u;
+            let high_scale = (byte_of(w[scales + 2u], g & 3u) >> (2u * (g / 4u))) & 3u;
             let scale = f32(low_scale | (high_scale << 4u)) - 32.0;
             return half_at(form.s, super_block) * scale * (vec4<f32>(codes) - 4.0);
         }
@@ -119,24 +120,23 @@ fn weights4(form: Form, row: u32, c: u32) -> vec4<f32> {
             return half_at(form.s, super_block) * scale * (vec4<f32>(codes) - 32.0);
         }
         case IQ4_XS: {
-            let at = super_block * 34u;
-            let codes = four(w[at + 2u + group * 4u + (i & 3u)], (i >> 2u) * 4u, 15u);
-            let low = (byte_of(w[at + 1u], group / 2u) >> (4u * (group & 1u))) & 15u;
-            let high = (byte_of(w[at] >> 16u, group / 4u) >> (2u * (group & 3u))) & 3u;
+            let codes = four(w[block * 4u + (i & 3u)], (i >> 2u) * 4u, 15u);
+            let head = w[form.s + 2u * super_block];
+            let low = (w[form.s + 2u * super_block + 1u] >> (4u * group)) & 15u;
+            let high = (head >> (16u + 2u * group)) & 3u;
             let scale = f32(low | (high << 4u)) - 32.0;
             let values = vec4(iq4(codes.x), iq4(codes.y), iq4(codes.z), iq4(codes.w));
-            return half_(w[at] & 0xffffu) * scale * values;
+            return half_(head & 0xffffu) * scale * values;
         }
         case FEW: {
-            let at = super_block * 41u;
-            let codes = four(w[at + 9u + group * 4u + (i & 3u)], (i >> 2u) * 4u, 15u);
+            let t = form.b + super_block * 8u; // the table, then scales
+            let codes = four(w[block * 4u + (i & 3u)], (i >> 2u) * 4u, 15u);
             let g = 2u * group + i / 4u;
-            let scale = signed_byte(w[at + 5u + g / 4u], g & 3u);
-            let t = at + 1u;
+            let scale = signed_byte(w[t + 4u + g / 4u], g & 3u);
             let values = vec4(
                 f32(byte_of(w[t + codes.x / 4u], codes.x & 3u)), f32(byte_of(w[t + codes.y / 4u], codes.y & 3u)),
                 f32(byte_of(w[t + codes.z / 4u], codes.z & 3u)), f32(byte_of(w[t + codes.w / 4u], codes.w & 3u)));
-            return bitcast<f32>(w[at]) * scale * (values - 128.0);
+            return bitcast<f32>(w[form.s + super_block]) * scale * (values - 128.0);
         }
         case INT8: {
             // Every block repeats the scale of its row.
