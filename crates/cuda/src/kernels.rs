@@ -418,9 +418,11 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
     for encoding in 0..Encoding::RESIDENT.len() as u32 {
         all.push(Kernel::Embed { encoding });
         if FastMatmul::is_of_bytes(Encoding::RESIDENT[encoding as usize]) {
+            let several = |gated, normed, routed| Kernel::Several { encoding, gated, normed, routed };
             for gated in [false, true] {
-                all.extend([false, true].map(|normed| Kernel::Several { encoding, gated, normed }));
+                all.extend([false, true].map(|normed| several(gated, normed, false)));
             }
+            all.push(several(true, false, true));
         }
         for routed in [Routed::No, Routed::Sum] {
             all.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed }));

@@ -9,7 +9,7 @@ use crate::kernels::{Kernel, NORM_ROWS, RowsOp};
 use crate::linear::{Halves, Product, Routes, copy_rows, groups, tile_of};
 use crate::pools::{DeviceRows, GpuPools};
 use crate::rotation::Rotation;
-use crate::several::{self, Several, numbers, together};
+use crate::several::{self, Several, numbers, routed_together, together};
 use crate::shared::bytes_of;
 use crate::stream::{ANSWER, Buffer, Stream, Tap, f32s, read_rows, read_taps, reserve_taps};
 use crate::weights::{self, Linear};
@@ -207,7 +207,8 @@ impl<D: Driver> Device for GpuDevice<D> {
                 let product = Product { x, layer, out, n, cap: None, routes: None, added: false, halves };
                 product.record(&*self.gpu, &mut s.recorder);
             } else {
-                Several { x, norm: None, layers: run, activation: None }.record(&*self.gpu, &mut s.recorder);
+                Several { x, norm: None, layers: run, activation: None, routes: None }
+                    .record(&*self.gpu, &mut s.recorder);
             }
         }
     }
@@ -229,7 +230,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         let takes_norm = layers.iter().all(|(layer, _)| layer.inputs <= self.gpu.max_normed_inputs());
         if let (true, Some(x)) = (is_one && takes_norm && layers.windows(2).all(alike), x.get()) {
             let norm = Some((&norm.weight.values, norm.eps));
-            return Several { x, norm, layers: &layers, activation: None }
+            return Several { x, norm, layers: &layers, activation: None, routes: None }
                 .record(&*self.gpu, &mut s.recorder);
         }
         drop(layers);
@@ -259,7 +260,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         if pairs {
             let (Some(x), Some(out), Some(unused)) = (x.get(), gate.1.get(), up.1.get()) else { return };
             let layers = &[(gate.0, out), (up.0, unused)];
-            let several = Several { x, norm, layers, activation: Some(activation) };
+            let several = Several { x, norm, layers, activation: Some(activation), routes: None };
             return several.record(&*self.gpu, &mut s.recorder);
         }
         self.matmul(s, h, &mut [(gate.0, &mut *gate.1), (up.0, &mut *up.1)]);
@@ -303,7 +304,8 @@ impl<D: Driver> Device for GpuDevice<D> {
         }
     }
 
-    /// One launch per layer of all experts: each routed row finds the weights of its expert, and only those are read.
+    /// One launch per layer of all experts, and for few rows one for gate and up: each routed row finds the weights of its expert, and only
+    /// those are read.
     fn experts(
         &self,
         s: &mut Stream<D>,
@@ -343,12 +345,19 @@ impl<D: Driver> Device for GpuDevice<D> {
         let routes = Some(of_token);
         // The router may have written the same rows.
         let halves = halves.or_else(|| Halves::write(of_tokens, gpu, recorder, (x, n), &wanted, routes));
-        for (layer, out) in layers {
-            Product { x, layer, out, n: n_routed, cap: None, routes, added: false, halves }
+        let by_rows = !wanted.into_iter().any(in_tiles);
+        if by_rows && routed_together(gpu, n_routed, &layer.gate, &layer.up) {
+            let routes = Some((of_token, n_routed));
+            Several { x, norm: None, layers: &layers, activation: Some(activation), routes }
                 .record(gpu, recorder);
+        } else {
+            for (layer, out) in layers {
+                Product { x, layer, out, n: n_routed, cap: None, routes, added: false, halves }
+                    .record(gpu, recorder);
+            }
+            let elements = u64::from(n_routed) * u64::from(layer.gate.outputs);
+            self.gate(recorder, activation, &rows.gate, &rows.up, elements);
         }
-        let elements = u64::from(n_routed) * u64::from(layer.gate.outputs);
-        self.gate(recorder, activation, &rows.gate, &rows.up, elements);
         let (x, layer, routes) = (&rows.gate, &layer.down, Some(of_row));
         let halves = Halves::write(of_experts, gpu, recorder, (x, n_routed), &[layer], routes);
         Product { x, layer, out: &rows.up, n: n_routed, cap: None, routes, added: false, halves }

@@ -17,11 +17,13 @@ pub enum Kernel {
         routed: Routed,
     },
     /// [`Kernel::Matmul`] for one token and up to three layers with the same inputs and encoding. `gated`: for two, whose results become
-    /// `activation(first, second)`. `normed`: the inputs are normed before, as by [`Kernel::Norm`].
+    /// `activation(first, second)`. `normed`: the inputs are normed before, as by [`Kernel::Norm`]. `routed`, if gated and not normed: for
+    /// each routed row its expert's two layers.
     Several {
         encoding: u32,
         gated: bool,
         normed: bool,
+        routed: bool,
     },
     /// [`Kernel::Matmul`] for many tokens, with the same bits where results do not depend on the batch.
     Gemm {
@@ -235,12 +237,12 @@ impl Kernel {
                 add("TOKENS", tokens.into());
                 add("OUTPUTS", MATMUL_OUTPUTS.into());
             }
-            Kernel::Several { encoding, gated, normed } => {
+            Kernel::Several { encoding, gated, normed, routed } => {
                 add("ENCODING", encoding.into());
                 add("TOKENS", 1u32.into());
                 add("GATED", gated.into());
                 add("NORMED", normed.into());
-                add("ROUTED", false.into());
+                add("ROUTED", routed.into());
                 add("TILED", false.into());
                 add("ADDED", false.into());
                 add("LANES", SUM_LANES.into());

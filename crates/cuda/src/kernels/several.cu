@@ -3,6 +3,8 @@
 //
 //   for each layer i, for each of its outputs o:  out_i[o] = factor_i * (x . W_i[o]) + bias_i[o]
 //   GATED, of two layers:  out_0[o] = activation(out_0[o], out_1[o]), and out_1 is not written
+//   ROUTED, of two gated layers of all experts:  the same for every routed row, with its expert's layers and the inputs of its token (see
+//           product.cu). `w2` are the routes
 //   NORMED:  x * norm / sqrt(mean(x^2) + eps) instead of x. Every block adds up the squares by itself, which
 //           for few inputs costs less than a launch.
 
@@ -10,7 +12,7 @@
 struct SeveralArgs {
     u32 quads;
     u32 biases;     // bit i: layer i has one
-    u32 outputs[3]; // GATED: the last one is the activation
+    u32 outputs[3]; // GATED: the last one is the activation; ROUTED: the second one is how many routed rows a token has
     u32 b[3];       // as in Form
     u32 s[3];
     float factors[3]; // GATED: the last one is its limit
@@ -64,17 +66,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) several(
         rows.sides[i].form.b = one_of(of, args.b[0], args.b[1], args.b[2]);
         rows.sides[i].form.s = one_of(of, args.s[0], args.s[1], args.s[2]);
     }
-    rows.first = block * ROWS_OF_SIDE;
-    rows.last = outputs - 1u;
+    u32 first = block * ROWS_OF_SIDE;
+    u32 before = 0u; // rows of other experts
+    if (ROUTED) {
+        after_the_kernel_before(); // which may have written the routes
+        before = w2[blockIdx.y] * outputs;
+        x += blockIdx.y / args.outputs[1] * (args.quads * 4u);
+        out0 += blockIdx.y * outputs;
+    }
+    rows.first = before + first;
+    rows.last = before + outputs - 1u;
     Raw raw[ROWS];
     fetch_units(raw, rows, threadIdx.x, args.quads / UNIT_QUADS); // no kernel writes weights
-    after_the_kernel_before();
+    if (!ROUTED) { after_the_kernel_before(); }
     add_units(sums, raw, rows, x, norm, args.eps);
-    u32 o = rows.first + threadIdx.x;
+    u32 o = first + threadIdx.x;
     if (threadIdx.x >= ROWS_OF_SIDE || o >= outputs) { return; }
     if (GATED) {
-        float g = finished(sums[threadIdx.x], args.factors[0], (args.biases & 1u) != 0u, bias0, o);
-        float u = finished(sums[ROWS_OF_SIDE + threadIdx.x], args.factors[1], (args.biases & 2u) != 0u, bias1, o);
+        float g = finished(sums[threadIdx.x], args.factors[0], (args.biases & 1u) != 0u, bias0, before + o);
+        float u = finished(sums[ROWS_OF_SIDE + threadIdx.x], args.factors[1], (args.biases & 2u) != 0u, bias1, before + o);
         out0[o] = gated_(g, u, args.outputs[2], args.factors[2]);
         return;
     }

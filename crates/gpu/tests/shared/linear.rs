@@ -318,7 +318,8 @@ fn several_layers_in_one_launch() {
             let outs: Vec<_> = sizes.iter().map(|outputs| floats(gpu, &poisoned(1, *outputs))).collect();
             let pairs: Vec<_> = layers.iter().zip(&outs).collect();
             let mut recorder = Default::default();
-            Several { x: &row, norm: None, layers: &pairs, activation: None }.record(gpu, &mut recorder);
+            Several { x: &row, norm: None, layers: &pairs, activation: None, routes: None }
+                .record(gpu, &mut recorder);
             gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
             for (layer, out) in &pairs {
                 let found = read(gpu, out, layer.outputs as usize + BEHIND);
@@ -334,7 +335,8 @@ fn several_layers_in_one_launch() {
             let outs: Vec<_> = sizes.iter().map(|outputs| floats(gpu, &poisoned(1, *outputs))).collect();
             let pairs: Vec<_> = layers.iter().zip(&outs).collect();
             let norm = Some((&weights, eps));
-            Several { x: &row, norm, layers: &pairs, activation: None }.record(gpu, &mut recorder);
+            Several { x: &row, norm, layers: &pairs, activation: None, routes: None }
+                .record(gpu, &mut recorder);
             gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
             for (layer, out) in pairs {
                 let n = layer.outputs as usize;
@@ -355,7 +357,8 @@ fn several_layers_in_one_launch() {
             let outs = [floats(gpu, &poisoned(1, 21)), floats(gpu, &poisoned(1, 21))];
             let layers = [(&pair[0], &outs[0]), (&pair[1], &outs[1])];
             let mut recorder = Default::default();
-            let several = Several { x: &row, norm: None, layers: &layers, activation: Some(activation) };
+            let gate = Some(activation);
+            let several = Several { x: &row, norm: None, layers: &layers, activation: gate, routes: None };
             several.record(gpu, &mut recorder);
             gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
             let found = read(gpu, &outs[0], 21 + BEHIND);
@@ -363,6 +366,54 @@ fn several_layers_in_one_launch() {
             let expected = gated(gpu, activation, &alone(&pair[0])[..21], &alone(&pair[1])[..21]);
             assert_eq!(bits(&found[..21]), bits(&expected), "{} {activation:?}", encoding.name());
             assert!(found[21..].iter().all(|x| x.is_nan()), "behind the outputs");
+        }
+    }
+}
+
+/// Gate and up layers of experts in one launch: each routed row has the bits of its expert's own layers, and of the gate's own kernel.
+#[test]
+fn experts_gates_in_one_launch() {
+    let Some((fast, _)) = devices() else { return };
+    let gpu = fast.driver();
+    let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    for (i, encoding) in common::some(encodings()).enumerate() {
+        let (outputs, inputs) = (21, 512 + encoding.block().0.max(8));
+        let case = Case { encoding, outputs, inputs, bias: i % 2 == 1, cap: None };
+        let [gate, up] = [0..EXPERTS, EXPERTS..2 * EXPERTS].map(|experts| case.layers(&fast, experts));
+        if !gpu.has_several(gate.encoding) {
+            continue;
+        }
+        for (tokens, share) in [(1, USED), (5, USED), (3, 1)] {
+            let n = tokens * USED;
+            let experts = routed::experts(tokens, USED, EXPERTS, tokens as u64);
+            let x = random(n as u64, n / share * inputs, 1.0);
+            let table = routed::table_on(gpu, &experts, EXPERTS);
+            let (n_experts, used) = (EXPERTS as u32, USED as u32);
+            let routes = Routes { table: &table, n_experts, used, share: share as u32 };
+            let outs = [(); 2].map(|()| floats(gpu, &poisoned(n, outputs)));
+            let layers = [(&gate, &outs[0]), (&up, &outs[1])];
+            let (x_there, activation) = (floats(gpu, &x), Activation::Silu);
+            let mut recorder = Default::default();
+            let routes = Some((routes, n as u32));
+            let several =
+                Several { x: &x_there, norm: None, layers: &layers, activation: Some(activation), routes };
+            several.record(gpu, &mut recorder);
+            gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
+            let found = read(gpu, &outs[0], n * outputs + BEHIND);
+            for (r, expert) in experts.iter().enumerate() {
+                let x = &x[r / share * inputs..][..inputs];
+                let alone = |e: usize| {
+                    let before = poisoned(1, outputs);
+                    let run = Run { x, n: 1, cap: None, added: false, experts: None, before: &before };
+                    run.on(&fast, &case.layer_of(&fast, e))[..outputs].to_vec()
+                };
+                let e = *expert as usize;
+                let expected = gated(gpu, activation, &alone(e), &alone(EXPERTS + e));
+                let row = &found[r * outputs..][..outputs];
+                assert_eq!(bits(row), bits(&expected), "{} row {r} of {n}, share {share}", case.name());
+            }
+            assert!(found[n * outputs..].iter().all(|x| x.is_nan()), "behind the outputs");
+            assert!(read(gpu, &outs[1], n * outputs).iter().all(|x| x.is_nan()), "not written");
         }
     }
 }

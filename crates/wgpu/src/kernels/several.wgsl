@@ -3,6 +3,8 @@
 //
 //   for each layer i, for each of its outputs o:  out_i[o] = factor_i * (x . W_i[o]) + bias_i[o]
 //   GATED, of two layers:  out_0[o] = activation(out_0[o], out_1[o]), and out_1 is not written
+//   ROUTED, of two gated layers of all experts:  the same for every routed row, with its expert's layers and the inputs of its token (see
+//            product.wgsl). Binding 2 has the routes
 //   NORMED:  x * norm / sqrt(mean(x^2) + eps) instead of x. Every workgroup adds up the squares of the inputs that it reads anyway,
 //            which costs less than a dispatch.
 
@@ -11,7 +13,7 @@ struct Args {
     quads: u32,
     biases: u32,   // bit i: layer i has one
     outputs0: u32,
-    outputs1: u32,
+    outputs1: u32, // ROUTED: routed rows of a token
     outputs2: u32, // GATED: the activation
     b0: u32,       // as in Form
     b1: u32,
@@ -39,8 +41,8 @@ struct Args {
 var<immediate> args: Args;
 
 // Rows of floats are whole units here, too.
-fn inputs_of_all() -> Inputs {
-    return Inputs(0u, 0u, 4u * args.quads);
+fn inputs_of_token(token: u32) -> Inputs {
+    return Inputs(token, token, 4u * args.quads);
 }
 
 fn norm_weights(quad: u32) -> vec4<f32> {
@@ -54,6 +56,7 @@ fn row_sum(lanes: Lanes, i: u32) -> f32 {
     return sum_of(lanes, i) / sqrt(mean + args.eps);
 }
 
+// An output, whose bias is number `o`.
 fn finished(layer: u32, sum: f32, o: u32) -> f32 {
     let has_bias = ((args.biases >> layer) & 1u) != 0u;
     if (layer == 0u) {
@@ -68,31 +71,39 @@ fn finished(layer: u32, sum: f32, o: u32) -> f32 {
     return sum * args.factor2;
 }
 
-// Two layers side by side: groups of lanes with even numbers have rows of the first one, the others of the second.
-fn gate_rows(lanes: Lanes, workgroup: u32) {
+// Two layers side by side: groups of lanes with even numbers have rows of the first one, the others of the second. `routed`: the row of
+// `out0`, 0 without ROUTED.
+fn gate_rows(lanes: Lanes, workgroup: u32, routed: u32) {
     let thread = thread_of(lanes);
     let group = thread / UNIT_LANES;
     let first = workgroup * (ALL_ROWS / 2u);
-    let row = first + group / 2u * ROWS;
+    var before = 0u; // rows of other experts
+    var inputs = inputs_of_token(0u);
+    if (ROUTED) {
+        before = w2_word(routed) * args.outputs0;
+        inputs = inputs_of_token(routed / args.outputs1);
+    }
+    let row = before + first + group / 2u * ROWS;
+    let last = before + args.outputs0 - 1u;
     if (group % 2u == 0u) {
-        w0_add_rows(Form(args.quads, args.b0, args.s0), row, args.outputs0 - 1u, thread % UNIT_LANES, inputs_of_all());
+        w0_add_rows(Form(args.quads, args.b0, args.s0), row, last, thread % UNIT_LANES, inputs);
     } else {
-        w1_add_rows(Form(args.quads, args.b1, args.s1), row, args.outputs0 - 1u, thread % UNIT_LANES, inputs_of_all());
+        w1_add_rows(Form(args.quads, args.b1, args.s1), row, last, thread % UNIT_LANES, inputs);
     }
     add_up(lanes);
     let o = first + thread;
     if (thread < ALL_ROWS / 2u && o < args.outputs0) {
         let at = thread / ROWS * 2u * ROWS + thread % ROWS;
-        let g = finished(0u, row_sum(lanes, at), o);
-        let u = finished(1u, row_sum(lanes, at + ROWS), o);
-        out0[o] = gated_(g, u, args.outputs2, args.factor2);
+        let g = finished(0u, row_sum(lanes, at), before + o);
+        let u = finished(1u, row_sum(lanes, at + ROWS), before + o);
+        out0[routed * args.outputs0 + o] = gated_(g, u, args.outputs2, args.factor2);
     }
 }
 
 @compute @workgroup_size(THREADS)
 fn main(lanes: Lanes, @builtin(workgroup_id) id: vec3<u32>) {
     if (GATED) {
-        gate_rows(lanes, id.x);
+        gate_rows(lanes, id.x, id.y);
         return;
     }
     // Which layer this workgroup has rows of.
@@ -114,13 +125,13 @@ fn main(lanes: Lanes, @builtin(workgroup_id) id: vec3<u32>) {
     let row = first + thread / UNIT_LANES * ROWS;
     var outputs = args.outputs0;
     if (layer == 0u) {
-        w0_add_rows(Form(args.quads, args.b0, args.s0), row, outputs - 1u, lane, inputs_of_all());
+        w0_add_rows(Form(args.quads, args.b0, args.s0), row, outputs - 1u, lane, inputs_of_token(0u));
     } else if (layer == 1u) {
         outputs = args.outputs1;
-        w1_add_rows(Form(args.quads, args.b1, args.s1), row, outputs - 1u, lane, inputs_of_all());
+        w1_add_rows(Form(args.quads, args.b1, args.s1), row, outputs - 1u, lane, inputs_of_token(0u));
     } else {
         outputs = args.outputs2;
-        w2_add_rows(Form(args.quads, args.b2, args.s2), row, outputs - 1u, lane, inputs_of_all());
+        w2_add_rows(Form(args.quads, args.b2, args.s2), row, outputs - 1u, lane, inputs_of_token(0u));
     }
     add_up(lanes);
     let o = first + thread;

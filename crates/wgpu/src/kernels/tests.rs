@@ -48,7 +48,8 @@ fn kernels_fit_into_workgroup_memory() {
             let encoding = kvist_gpu::encoding_number(encoding).unwrap();
             kernels.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed: Routed::No }));
             if target.has_several() {
-                kernels.push(Kernel::Several { encoding, gated: true, normed: true });
+                kernels.push(Kernel::Several { encoding, gated: true, normed: true, routed: false });
+                kernels.push(Kernel::Several { encoding, gated: true, normed: false, routed: true });
             }
             for tokens in [13, 1000, 1 << 20] {
                 let tile = target.gemm_tile(encoding, Routed::No, tokens, 1000);
