@@ -47,7 +47,7 @@ pub use pools::*;
 pub use recent::{CellPosition, Recent, RecentPlan, RecentRead, RecentReads};
 pub use registry::{BuildError, Registry};
 pub use rows::{DeviceRow, Draw, Drawn, RowOutput, RowResult, StepOutput, WantedRow};
-pub use sampling::{HostSampler, NoToken, SampleParams};
+pub use sampling::{HostSampler, NoToken, SampleParams, log_sum};
 pub use session::{AttendRows, Session, SessionStep, compact, resize};
 pub use step_io::*;
 pub use storage::{DType, Storage};

@@ -4,6 +4,7 @@
 //! temperature.
 mod candidates;
 
+pub use candidates::log_sum;
 use candidates::{Candidates, exp_minus, largest};
 
 /// How to draw a token from a row of logits.
@@ -110,7 +111,7 @@ impl HostSampler {
 
     /// Appends the `k` most likely tokens of a row and their logits to `out`, the most likely first, equal ones in order
     /// of their ids. Appends all if there are fewer than `k`. On `Err` nothing is appended.
-    pub(crate) fn top_k(&mut self, logits: &[f32], k: u32, out: &mut Vec<(u32, f32)>) -> Result<(), NoToken> {
+    pub fn top_k(&mut self, logits: &[f32], k: u32, out: &mut Vec<(u32, f32)>) -> Result<(), NoToken> {
         self.candidates.begin(logits, max(logits)?, k as usize);
         let found = (0..k as usize).map_while(|i| self.candidates.get(logits, i));
         out.extend(found.map(|(token, _)| (token, logits[token as usize])));

@@ -27,6 +27,26 @@ pub fn largest(logits: &[f32]) -> Option<f32> {
     (!broken).then(|| most.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max))
 }
 
+/// log Σ e^logit, within 1e-5; NaN if a logit is NaN, or if all are −∞.
+pub fn log_sum(logits: &[f32]) -> f32 {
+    /// Sums in f32 are short, so that small addends are not lost beside them.
+    const PIECE: usize = 64 * LANES;
+    let Some(max) = largest(logits) else { return f32::NAN };
+    let sum_of = |piece: &[f32]| {
+        let (chunks, rest) = piece.as_chunks::<LANES>();
+        let mut sums = [0.0; LANES];
+        for chunk in chunks {
+            for i in 0..LANES {
+                sums[i] += exp_minus(gap(max, chunk[i]));
+            }
+        }
+        let sums = sums.iter().copied().chain(rest.iter().map(|x| exp_minus(gap(max, *x))));
+        sums.map(f64::from).sum::<f64>()
+    };
+    let sum: f64 = logits.chunks(PIECE).map(sum_of).sum();
+    if max == f32::NEG_INFINITY { f32::NAN } else { max + sum.ln() as f32 }
+}
+
 /// Distance of `x` below the largest logit; 0 for the largest, even if it is infinite.
 #[inline(always)]
 fn gap(max: f32, x: f32) -> f32 {
@@ -199,6 +219,28 @@ mod tests {
         }
         assert_eq!(exp_minus(0.0), 1.0);
         assert_eq!(exp_minus(f32::INFINITY), 0.0);
+    }
+
+    #[test]
+    fn sums_are_those_of_f64() {
+        let mut random = kvist_testing::SplitMix64(5);
+        for n in [1, 2, 15, 16, 17, 1023, 1024, 1025, 50_000] {
+            // Equal ones, ones that differ, and a single large one.
+            for spread in [0.0, 1.0, 30.0, 300.0] {
+                let mut logits: Vec<f32> = (0..n).map(|_| (random.unit() as f32 - 0.5) * spread).collect();
+                logits[n / 2] += spread;
+                logits[n / 3] = if n > 2 { f32::NEG_INFINITY } else { 1.0 };
+                let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let sum: f64 = logits.iter().map(|x| f64::from(x - max).exp()).sum();
+                let expected = f64::from(max) + sum.ln();
+                let found = f64::from(log_sum(&logits));
+                let near = (found - expected).abs() <= 2e-6 * expected.abs().max(1.0);
+                assert!(near, "{n} of {spread}: {found}, not {expected}");
+            }
+        }
+        assert!(log_sum(&[]).is_nan() && log_sum(&[0.0, f32::NAN]).is_nan());
+        assert!(log_sum(&[f32::NEG_INFINITY; 3]).is_nan());
+        assert_eq!(log_sum(&[f32::INFINITY, 1.0]), f32::INFINITY);
     }
 
     /// Found piece by piece, the order is that of sorting everything.

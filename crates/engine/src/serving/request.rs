@@ -3,7 +3,7 @@ use super::job::*;
 use crate::executor::{SampledToken, TokenSampler};
 use crate::sampler::Sampler;
 use crate::text::StopMatcher;
-use kvist_device::{RowOutput, RowResult};
+use kvist_device::{HostSampler, RowOutput, RowResult, log_sum};
 use kvist_model::Model;
 use kvist_model::tokenizer::TextState;
 use std::ops::Range;
@@ -21,6 +21,8 @@ pub(super) struct RequestSampler {
     logit_bias: Arc<[(u32, f32)]>,
     constraint: Option<Box<dyn Constraint>>,
     logprobs: Option<u8>,
+    /// Finds the most likely tokens.
+    finder: HostSampler,
     prompt: Option<PromptScores>,
     /// False if only the prompt is computed.
     generates: bool,
@@ -83,6 +85,7 @@ impl RequestSampler {
             logit_bias: job.logit_bias.clone(),
             constraint: job.constraint.take(),
             logprobs: job.logprobs,
+            finder: HostSampler::default(),
             prompt: job.logprobs.filter(|_| job.prompt_logprobs).map(|n| PromptScores {
                 prompt: job.prompt.clone(),
                 n,
@@ -115,7 +118,10 @@ impl RequestSampler {
         let mut before = None;
         if let RowResult::Logits(logits) = &mut row {
             // Log-probabilities are of the model's own distribution, so compute them before the logits change.
-            before = self.logprobs.map(|n| (LogProbs::of(logits, n), logits.to_vec()));
+            before = self.logprobs.map(|n| {
+                let changes = !self.logit_bias.is_empty() || self.constraint.is_some();
+                (LogProbs::of(logits, n, &mut self.finder), changes.then(|| logits.to_vec()))
+            });
             for &(token, bias) in self.logit_bias.iter() {
                 if let Some(logit) = logits.get_mut(token as usize) {
                     *logit += bias;
@@ -128,13 +134,19 @@ impl RequestSampler {
         if let Some(prompt) = self.unobserved.take() {
             self.sampler.observe(&prompt);
         }
-        let token = self.sampler.take(row).map_err(engine_failure)?;
+        // Penalties change a copy of the row.
+        let (token, row) = match row {
+            RowResult::Logits(logits) => (self.sampler.take(RowResult::Logits(&mut *logits)), Some(&*logits)),
+            row => (self.sampler.take(row), None),
+        };
+        let token = token.map_err(engine_failure)?;
         self.sampler.observe(&[token]);
         let complete = match &mut self.constraint {
             Some(constraint) => constraint.accept(token).map_err(Failure::Grammar)?,
             None => false,
         };
-        let logprob = before.map(|(before, raw)| before.token(&raw, token));
+        let logprob =
+            before.zip(row).map(|((before, raw), row)| before.token(raw.as_deref().unwrap_or(row), token));
         let is_end = self.model.end_tokens().contains(&token) && !self.ignore_eos;
         let mut text = String::new();
         let mut finish = (is_end || complete).then_some(FinishReason::EndOfText);
@@ -215,7 +227,7 @@ impl TokenSampler for RequestSampler {
             return;
         };
         scores.next += 1;
-        scores.ready.push(LogProbs::of(logits, scores.n).token(logits, token));
+        scores.ready.push(LogProbs::of(logits, scores.n, &mut self.finder).token(logits, token));
         if scores.ready.len() == SCORES_PER_EVENT || scores.next as usize + 1 == scores.prompt.len() {
             let ready = std::mem::take(&mut scores.ready);
             self.send(Event::Prompt(ready));
@@ -239,20 +251,11 @@ struct LogProbs {
 }
 
 impl LogProbs {
-    fn of(logits: &[f32], n: u8) -> Self {
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = logits.iter().map(|x| f64::from(x - max).exp()).sum();
-        let log_sum = max + sum.ln() as f32;
-        let n = usize::from(n);
-        // Only a few tokens of many: most logits are below the worst of the best so far. Equal logits stay in id order.
-        let mut top: Vec<(u32, f32)> = Vec::with_capacity(n + 1);
-        for (token, &logit) in logits.iter().enumerate() {
-            if top.len() < n || top.last().is_some_and(|(_, last)| logit > *last) {
-                let place = top.partition_point(|(_, other)| *other >= logit);
-                top.insert(place, (token as u32, logit));
-                top.truncate(n);
-            }
-        }
+    fn of(logits: &[f32], n: u8, finder: &mut HostSampler) -> Self {
+        let log_sum = log_sum(logits);
+        let mut top = Vec::with_capacity(n.into());
+        // Of a row with NaN there is none, and its draw fails.
+        let _ = finder.top_k(logits, n.into(), &mut top);
         top.iter_mut().for_each(|(_, logit)| *logit -= log_sum);
         LogProbs { log_sum, top }
     }
