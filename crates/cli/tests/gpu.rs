@@ -94,6 +94,37 @@ fn a_chat_with_branches_gives_the_text_of_the_cpu() {
 }
 
 #[test]
+fn a_prefix_is_frozen_on_the_gpu_and_used_there() {
+    if !gpu() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    std::fs::write(path("text"), TEXT).unwrap();
+    let run = |backend: &str, prefix: &str| {
+        let args = ["run", "-q", "--json", "--greedy", "-n", "24", "--backend", backend, "--prefix", prefix];
+        [&args[..], &F32]
+            .concat()
+            .iter()
+            .map(|arg| arg.to_string())
+            .chain([" It is".into()])
+            .collect::<Vec<_>>()
+    };
+    let texts = ["cpu", "wgpu"].map(|backend| {
+        let (text, prefix) = (path("text"), path(backend));
+        let args = ["prefix", "freeze", "-q", "--text", &text, "--out", &prefix, "--backend", backend];
+        succeed(&[&args[..], &F32].concat());
+        let args = run(backend, &prefix);
+        let report = json(&args.iter().map(String::as_str).collect::<Vec<_>>());
+        assert!(number(&report, "resumed_tokens") > 20.0, "{report}");
+        report["text"].clone()
+    });
+    assert_eq!(texts[1], texts[0]);
+    let args = run("wgpu", &path("cpu"));
+    refused(&args.iter().map(String::as_str).collect::<Vec<_>>(), 1, &["freeze it again", "--backend"]);
+}
+
+#[test]
 fn eval_gives_the_perplexity_of_the_cpu() {
     if !gpu() {
         return;

@@ -3,7 +3,8 @@
 //! process need no file on a disk for that: a [`SharedPrefix`] lies in memory.
 //!
 //! Layer groups that see everything are mapped. Of groups with a window the file has the rows that later queries see, as
-//! [saved sessions](crate::saved) have, and every process copies those. docs/formats/prefix.md describes the file.
+//! [saved sessions](crate::saved) have, and every process copies those. Devices that do not attend files in place, as GPUs, have rows
+//! of all groups in their files: they are copied to the device, and not computed there. docs/formats/prefix.md describes the file.
 mod file;
 mod memory;
 mod shared;
@@ -71,17 +72,22 @@ fn layer_sides(layout: &Layout, g: usize) -> impl Iterator<Item = MappedSide> + 
     })
 }
 
-/// Whether each layer group sees all positions, so that its pools can begin with a file.
-fn maps(rows: &CacheRows<'_>) -> Vec<bool> {
+/// Whether each layer group is mapped: with `images` those that see all positions, whose pools can begin with a file.
+fn maps(rows: &CacheRows<'_>, images: bool) -> Vec<bool> {
     let groups = rows.config.groups(rows.runner.model.config());
-    groups.iter().map(|group| group.visibility.window.is_none()).collect()
+    groups.iter().map(|group| images && group.visibility.window.is_none()).collect()
+}
+
+/// How the device stores what files have in place; `None`: it copies rows.
+fn image_layout(rows: &CacheRows<'_>) -> Option<&'static str> {
+    rows.runner.network.pools().image_layout()
 }
 
 /// Freezes sequence `seq`, whose tokens are those of `text`: writes its K and V to `path`, as a whole or not at all. The session
 /// needs room for one more token.
 ///
 /// # Errors
-/// The device does not map files, the sequence has other tokens, its cells are not in order, or the file cannot be written.
+/// The sequence has other tokens, its cells are not in order, or the file cannot be written.
 pub fn freeze(
     session: &mut ModelSession,
     seq: SeqId,
@@ -111,9 +117,9 @@ fn collect(
     let origin = &origin.in_cache(session.model(), k)?;
     let maker = maker(&session.model().device().numerics());
     let mut rows = session.rows();
-    let pools = |rows: &CacheRows<'_>| rows.runner.network.pools().image_layout();
-    let mut writer = file::Writer::new(text, stored, (origin, maker), pools(&rows).ok_or_else(no_images)?);
-    let mapped = maps(&rows);
+    let layout = image_layout(&rows);
+    let mut writer = file::Writer::new(text, stored, (origin, maker), layout);
+    let mapped = maps(&rows, layout.is_some());
     let seen = rows.seen_at_end(seq, stored)?;
     if seen.iter().zip(&mapped).any(|(seen, mapped)| *mapped && !seen.iter().copied().eq(in_order(stored))) {
         return Err(Error::Usage(
@@ -144,7 +150,9 @@ fn in_order(n: u32) -> impl Iterator<Item = (u32, u32)> {
 
 fn no_images() -> Error {
     DeviceError::Unsupported(
-        "this device does not attend K and V of a file in place: use --backend cpu".into(),
+        "caches on this device cannot share a prefix in memory, because it does not attend K and V of a file in place: freeze \
+         it to a file, which is copied to the device, or use the CPU"
+            .into(),
     )
     .into()
 }
@@ -263,9 +271,9 @@ pub(crate) fn index(
 
 /// Places the first tokens, at most `most`. Returns how many are there. The sequence is to be cleared if there are none.
 fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, most: u32) -> Result<usize, Error> {
-    prefix.check_layout(rows.runner.network.pools().image_layout().ok_or_else(no_images)?)?;
+    prefix.check_layout(image_layout(rows))?;
     let (mut groups, mut recent, mut sides) = (Vec::new(), Vec::new(), Vec::new());
-    for (g, mapped) in maps(rows).into_iter().enumerate() {
+    for (g, mapped) in maps(rows, prefix.has_images()).into_iter().enumerate() {
         groups.push(if mapped {
             for side in layer_sides(rows.runner.model.layout(), g) {
                 sides.push(prefix.side(side)?);

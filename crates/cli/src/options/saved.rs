@@ -20,7 +20,7 @@ pub struct SavedArgs {
     /// Go on where a saved session ended, without computing it again
     #[arg(long, conflicts_with = "keep", value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub resume: Option<PathBuf>,
-    /// Begin with a prefix of `kvist prefix freeze`, without computing it; all programs that use it share its memory
+    /// Begin with a prefix of `kvist prefix freeze`, without computing it; on the CPU all programs that use it share its memory
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["resume", "keep"])]
     pub prefix: Option<PathBuf>,
 }

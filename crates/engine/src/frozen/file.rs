@@ -9,11 +9,12 @@ use kvist_model::{Error, Fingerprint, hash};
 use safetensors::tensor::{Dtype, Metadata};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 const FORMAT: FileFormat = FileFormat {
     format: "kvist-prefix",
@@ -22,6 +23,8 @@ const FORMAT: FileFormat = FileFormat {
     advice: "`kvist prefix freeze` writes one",
     changed: "the file is torn or has changed since it was frozen",
 };
+/// [`Header::layout`] of a file without images, from a device that does not attend files in place.
+const NO_IMAGES: &str = "rows";
 /// The tensors begin at a multiple of this, so that a map of the file has them at pages.
 const PAGE: u64 = 4096;
 /// The longest JSON that readers of safetensors take.
@@ -35,7 +38,7 @@ struct Header {
     /// What computed it. Files of older versions do not say so.
     #[serde(default)]
     maker: String,
-    /// The layout of images.
+    /// The layout of images, or [`NO_IMAGES`].
     layout: String,
     /// Positions whose K and V are here: all tokens.
     stored: u32,
@@ -52,6 +55,11 @@ fn image_name(side: MappedSide) -> String {
         Side::V => "v",
     };
     format!("layer.{}.{half}.image", side.layer.0)
+}
+
+/// Whether a tensor has K or V of a layer: [`side_name`].
+fn is_rows(name: &str) -> bool {
+    name.starts_with("layer.") && (name.ends_with(".k") || name.ends_with(".v"))
 }
 
 /// A tensor to write.
@@ -71,13 +79,19 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    pub fn new(text: FrozenText<'_>, stored: u32, (origin, maker): (&Origin, String), layout: &str) -> Self {
+    /// `layout`: that of the images; `None` if there are none.
+    pub fn new(
+        text: FrozenText<'_>,
+        stored: u32,
+        (origin, maker): (&Origin, String),
+        layout: Option<&str>,
+    ) -> Self {
         let header = Header {
             format: FORMAT.format.into(),
             version: FORMAT.version,
             origin: origin.clone(),
             maker,
-            layout: layout.into(),
+            layout: layout.unwrap_or(NO_IMAGES).into(),
             stored,
             system: text.system.map(str::to_string),
             not_finite: Vec::new(),
@@ -210,6 +224,15 @@ struct Place {
     len: u64,
 }
 
+impl Place {
+    fn read(self, mut file: &File) -> std::io::Result<Vec<u8>> {
+        let mut bytes = vec![0; self.len as usize];
+        file.seek(SeekFrom::Start(self.first))?;
+        file.read_exact(&mut bytes)?;
+        Ok(bytes)
+    }
+}
+
 /// A frozen prefix whose bytes are those that were written.
 #[derive(Debug)]
 pub struct FrozenPrefix {
@@ -222,7 +245,11 @@ pub struct FrozenPrefix {
     header: Header,
     tokens: Vec<u32>,
     images: HashMap<String, Place>,
-    /// Tensors that are not mapped.
+    /// Rows of K and V in a file without images: as large as these, and read again when they are copied.
+    rows: HashMap<String, Place>,
+    /// Held while a place of the file is read: reading moves its one cursor.
+    reading: Mutex<()>,
+    /// Tensors that are neither mapped nor read again.
     others: HashMap<String, Vec<u8>>,
 }
 
@@ -255,17 +282,20 @@ impl FrozenPrefix {
         if json.len() as u64 + ends.max().unwrap_or(0) != len {
             return Err(broken(&format!("it has {len} bytes, other than its header says")));
         }
-        let (begin, mut images, mut others) = (json.len() as u64, HashMap::new(), HashMap::new());
+        let begin = json.len() as u64;
+        let (mut images, mut rows, mut others) = (HashMap::new(), HashMap::new(), HashMap::new());
         for (name, expected) in &header.blake3 {
             let info = tensors.get(name).ok_or_else(|| broken(&format!("it lacks `{name}`")))?;
             let (first, end) = (begin + info.data_offsets.0 as u64, begin + info.data_offsets.1 as u64);
-            let mut bytes = vec![0; (end - first) as usize];
-            file.seek(SeekFrom::Start(first)).and_then(|_| file.read_exact(&mut bytes)).map_err(failed)?;
+            let place = Place { first, len: end - first };
+            let bytes = place.read(&file).map_err(failed)?;
             if hash(&[&bytes]) != *expected {
                 return Err(broken(&format!("the hash of `{name}` is another one")));
             }
             if name.ends_with(".image") {
-                images.insert(name.clone(), Place { first, len: end - first });
+                images.insert(name.clone(), place);
+            } else if header.layout == NO_IMAGES && is_rows(name) {
+                rows.insert(name.clone(), place);
             } else {
                 others.insert(name.clone(), bytes);
             }
@@ -273,7 +303,8 @@ impl FrozenPrefix {
         let tokens = others.get("tokens").and_then(|bytes| words_of(bytes));
         let tokens = tokens.filter(|tokens| tokens.len() == header.stored as usize && !tokens.is_empty());
         let tokens = tokens.ok_or_else(|| broken("its tokens are not those that were frozen"))?;
-        Ok(FrozenPrefix { path: path.to_path_buf(), memory, file, len, header, tokens, images, others })
+        let (path, reading) = (path.to_path_buf(), Mutex::new(()));
+        Ok(FrozenPrefix { path, memory, file, len, header, tokens, images, rows, reading, others })
     }
 
     /// The file; `None` if the prefix lies in memory.
@@ -325,14 +356,24 @@ impl FrozenPrefix {
         self.header.origin.check(&self.name(), now)
     }
 
-    pub(super) fn check_layout(&self, now: &str) -> Result<(), Error> {
+    /// Whether layers that see everything are to be mapped. Otherwise all are copied, which every device does.
+    pub(super) fn has_images(&self) -> bool {
+        self.header.layout != NO_IMAGES
+    }
+
+    /// `now`: the layout that the device attends in place, if it does.
+    pub(super) fn check_layout(&self, now: Option<&str>) -> Result<(), Error> {
         let (file, frozen) = (self.name(), &self.header.layout);
-        if frozen == now {
-            return Ok(());
-        }
-        let what = format!(
-            "the prefix was frozen in the layout `{frozen}`, and this device has `{now}`: freeze it again"
-        );
+        let what = match now {
+            _ if !self.has_images() => return Ok(()),
+            Some(now) if now == frozen => return Ok(()),
+            Some(now) => format!(
+                "the prefix was frozen in the layout `{frozen}`, and this device has `{now}`: freeze it again"
+            ),
+            None => "the prefix was frozen on a device that attends files in place, and this one does not: freeze it again here, \
+                     with the --backend that is to use it"
+                .into(),
+        };
         Err(Error::Malformed { file, what })
     }
 
@@ -359,7 +400,7 @@ impl FrozenPrefix {
         Ok(MappedSide { first: place.first, finite, ..side })
     }
 
-    /// The rows of a layer group with a window. The origin has been checked.
+    /// The rows of a layer group that is copied. The origin has been checked.
     pub(super) fn rows(&self, group: usize, sides: &[SideSpec]) -> Result<Rows, Error> {
         self.rows_of(&positions_name(group), sides, side_name)
     }
@@ -373,6 +414,22 @@ impl FrozenPrefix {
         }
     }
 
+    /// A tensor that is not mapped.
+    fn tensor(&self, name: &str) -> Result<Cow<'_, [u8]>, Error> {
+        if let Some(bytes) = self.others.get(name) {
+            return Ok(bytes.into());
+        }
+        let place = self.rows.get(name).ok_or_else(|| self.misfit())?;
+        let _alone = self.reading.lock().unwrap_or_else(|broken| broken.into_inner());
+        let bytes =
+            place.read(&self.file).map_err(|source| Error::Read { path: self.path.clone(), source })?;
+        // Rows go on to a device: nothing would show later that they have changed since the file was opened.
+        match self.header.blake3.get(name) {
+            Some(expected) if hash(&[&bytes]) == *expected => Ok(bytes.into()),
+            _ => Err(FORMAT.broken(&self.name(), &format!("the hash of `{name}` is another one"))),
+        }
+    }
+
     /// The positions in the tensor `positions`, and the rows of each side at these positions.
     fn rows_of(
         &self,
@@ -380,16 +437,15 @@ impl FrozenPrefix {
         sides: &[SideSpec],
         name: impl Fn(&SideSpec) -> String,
     ) -> Result<Rows, Error> {
-        let tensor = |name: &str| self.others.get(name).ok_or_else(|| self.misfit());
-        let positions = words_of(tensor(positions)?).ok_or_else(|| self.misfit())?;
+        let positions = words_of(&self.tensor(positions)?).ok_or_else(|| self.misfit())?;
         let ascending = positions.is_sorted_by(|a, b| a < b);
         if !ascending || positions.last().is_some_and(|last| *last >= self.header.stored) {
             return Err(self.misfit());
         }
         let side = |side: &SideSpec| {
-            let bytes = tensor(&name(side))?;
+            let bytes = self.tensor(&name(side))?;
             let fits = bytes.len() == positions.len() * side.width();
-            fits.then(|| bytes.clone()).ok_or_else(|| self.misfit())
+            fits.then(|| bytes.into_owned()).ok_or_else(|| self.misfit())
         };
         Ok(Rows { sides: sides.iter().map(side).collect::<Result<_, Error>>()?, positions })
     }

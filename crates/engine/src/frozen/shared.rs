@@ -1,5 +1,5 @@
 //! Frozen prefixes without a file's name, for the caches of one process.
-use super::{BLOCK, FrozenPrefix, FrozenText, collect, layer_sides, maps};
+use super::{BLOCK, FrozenPrefix, FrozenText, collect, image_layout, layer_sides, maps, no_images};
 use crate::saved::{CacheRows, Origin, SideSpec, check_whole};
 use crate::session::ModelSession;
 use kvist_cache::SeqId;
@@ -50,6 +50,7 @@ pub fn share(
 pub fn shared_bytes(session: &mut ModelSession, text: FrozenText<'_>) -> Result<u64, Error> {
     let tokens = u32::try_from(text.tokens.len()).unwrap_or(u32::MAX);
     let rows = session.rows();
+    image_layout(&rows).ok_or_else(no_images)?;
     let (config, model) = (rows.config, &rows.runner.model);
     // Words and rows that are copied are in the file, and beside it for those who copy them.
     let twice = |n: u32, sides: &[SideSpec]| {
@@ -58,7 +59,7 @@ pub fn shared_bytes(session: &mut ModelSession, text: FrozenText<'_>) -> Result<
     };
     let mut bytes = twice(tokens, &[]);
     let mut tensors = 1;
-    for (g, mapped) in maps(&rows).into_iter().enumerate() {
+    for (g, mapped) in maps(&rows, true).into_iter().enumerate() {
         let (sides, recent) = (rows.sides_of(g), rows.recent_sides_of(g));
         bytes = bytes.saturating_add(if mapped {
             image_bytes(&rows, g, tokens)?

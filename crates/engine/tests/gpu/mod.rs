@@ -1,5 +1,6 @@
 //! Models on a GPU: the same logits and text as Hugging Face transformers and as the CPU. The programs `wgpu` and `cuda` say on which.
 mod memory;
+mod prefixes;
 use crate::common::*;
 use crate::{Gpu, NAME, device, place, slow};
 use kvist_cache::{SeqId, Span, Step, StepPlan, StepRequest};
