@@ -534,10 +534,14 @@ typedef struct kvist_model_options {
   uint32_t threads;
   // Tokens of the longest text, for models whose rope depends on it (LongRoPE); 0 is their original context.
   uint32_t context_tokens;
-  // Bytes that the weights, all sessions of the model and its prefixes in memory may take together; 0 is no limit.
+  // Bytes that the weights, all sessions of the model and its prefixes in memory may take together; 0 is no limit, and on a GPU
+  // with memory of its own what is free there.
   uint64_t memory_bytes;
   // Read the files instead of mapping them. Mapped files must not change while the model or a session of it is used.
   bool no_mmap;
+  // Where it runs: null is "cpu"; or a GPU, in libraries that are built with the feature: "wgpu", "wgpu:1", "cuda", "cuda:1".
+  // Its sessions and batches are there, too.
+  const char *backend;
 } kvist_model_options;
 
 // What a model's files say about it.
@@ -932,7 +936,8 @@ const char *kvist_last_error(void);
 // `options` are the defaults.
 //
 // # Safety
-// `path` is null or a null-terminated string, `options` is null or valid, and `model` is a place for a pointer.
+// `path` is null or a null-terminated string, `options` is null or valid: its `backend` is null or a null-terminated string. `model` is
+// a place for a pointer.
 kvist_status kvist_model_open(const char *path,
                               const struct kvist_model_options *options,
                               struct kvist_model **model);
@@ -1145,7 +1150,7 @@ kvist_status kvist_session_freeze(struct kvist_session *session,
 
 // As `kvist_session_freeze`, but without a file: sessions of this process that begin with `prefix` share its memory, which is freed when
 // the prefix and the last of them are freed, in any order. Until then it counts as memory of the model; `KVIST_OUT_OF_MEMORY` if there is no
-// room for it. On an error `prefix` is not written.
+// room for it, `KVIST_UNSUPPORTED` on a GPU. On an error `prefix` is not written.
 //
 // # Safety
 // `session` came from `kvist_session_new`, and `prefix` is a place for a pointer.
@@ -1168,8 +1173,9 @@ kvist_status kvist_prefix_open(const char *path,
 kvist_status kvist_prefix_free(struct kvist_prefix *prefix);
 
 // Begins the sequence `seq` of a new session with a prefix, which `kvist_session_prompt` continues. Its K and V are attended where they
-// are: all processes that use a file, and all sessions that use a prefix in memory, share one copy, and none computes it. `n_begun` (may be null) gets the number of tokens
-// that were not computed: all (docs/formats/session.md has the exceptions). `KVIST_BAD_FILE` if the prefix was made with other
+// are: all processes that use a file, and all sessions that use a prefix in memory, share one copy, and none computes it. On a GPU a session
+// copies them from a file that was frozen on a GPU. `n_begun` (may be null) gets the number of tokens that were not computed: all
+// (docs/formats/session.md has the exceptions). `KVIST_BAD_FILE` if the prefix was made with other
 // weights or storages. On an error the sequence is empty.
 //
 // # Safety

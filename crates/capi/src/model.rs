@@ -6,7 +6,7 @@ pub(crate) use ffi::{kvist_model, model_of};
 use crate::status::{Failure, Outcome};
 use kvist_cpu::arch::Threads;
 use kvist_engine::Error;
-use kvist_engine::devices::{self, Compute};
+use kvist_engine::devices::{Compute, Place};
 use kvist_engine::kvist_device::{MemoryBudget, Registry};
 use kvist_engine::kvist_model::tokenizer::Tokenizer;
 use kvist_engine::kvist_model::{LoadOptions, Model as Weights, ModelFile, Opened};
@@ -20,6 +20,8 @@ const MAX_THREADS: u32 = 1024;
 pub(crate) struct Model {
     pub weights: Arc<Weights>,
     pub registry: Registry,
+    /// The backend of its caches.
+    pub backend: String,
     /// What K and V of its texts depend on, for files.
     pub origin: Arc<LateOrigin>,
 }
@@ -42,12 +44,21 @@ pub(crate) fn budget(bytes: u64) -> Arc<MemoryBudget> {
 }
 
 impl Model {
-    fn open(file: &ModelFile, options: &LoadOptions, threads: u32, memory_bytes: u64) -> Outcome<Self> {
-        let compute = compute(threads)?;
+    /// `memory_bytes`: 0 is no limit on the CPU, and what is free on a GPU.
+    fn open(
+        file: &ModelFile,
+        options: &LoadOptions,
+        threads: u32,
+        memory_bytes: u64,
+        backend: &str,
+    ) -> Outcome<Self> {
+        let (place, backend) = Place::of_backend(backend, &compute(threads)?).map_err(Error::from)?;
+        let free = if memory_bytes == 0 { place.default_memory(None).map_err(Error::from)? } else { None };
+        let budget = budget(free.unwrap_or(memory_bytes));
         let opened = Opened::open(file, options.mmap)?;
         let origin = LateOrigin::new(&opened, options.format, options.context)?.into();
-        let weights = devices::load(opened, &compute, options, &budget(memory_bytes), &mut |_, _| {})?;
-        Ok(Model { weights: weights.into(), registry: devices::on(&compute), origin })
+        let weights = place.load(opened, options, &budget, &mut |_, _| {})?;
+        Ok(Model { weights: weights.into(), registry: place.registry(), backend, origin })
     }
 
     pub fn tokenizer(&self) -> Outcome<&Tokenizer> {

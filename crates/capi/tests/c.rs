@@ -107,6 +107,15 @@ fn batches_and_their_tiers() {
     assert!(run("tests/c/batch_tiers.c", &arguments).ends_with("ok\n"));
 }
 
+/// Where a GPU is to be tested, lavapipe too: the library has wgpu in the tests of the whole workspace.
+#[test]
+fn a_gpu_gives_the_texts_of_the_cpu() {
+    if std::env::var("KVIST_REQUIRE_WGPU").is_ok_and(|required| required == "1") {
+        let folder = folder("gpu").display().to_string();
+        assert!(run("tests/c/gpu.c", &["wgpu", &folder]).ends_with("ok\n"));
+    }
+}
+
 #[test]
 fn wrong_uses_are_refused() {
     run("tests/c/refusals.c", &[]);

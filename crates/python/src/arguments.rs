@@ -135,6 +135,7 @@ impl Wanted {
 
 /// What a cache is like, unless arguments say otherwise.
 pub struct CacheDefaults {
+    backend: String,
     context: u32,
     k: Storage,
     v: Option<Storage>,
@@ -142,8 +143,14 @@ pub struct CacheDefaults {
 }
 
 impl CacheDefaults {
+    /// On the CPU.
     pub fn new(context: u32) -> Self {
-        CacheDefaults { context, k: Storage::F16, v: None, recent: RECENT_TOKENS }
+        CacheDefaults { backend: "cpu".into(), context, k: Storage::F16, v: None, recent: RECENT_TOKENS }
+    }
+
+    /// On another backend.
+    pub fn on(self, backend: &str) -> Self {
+        CacheDefaults { backend: backend.into(), ..self }
     }
 
     /// As a file's K and V are stored, with room for its tokens and as many more as a generation has by default. Names that this
@@ -153,7 +160,7 @@ impl CacheDefaults {
         let (k, v) = (origin.k.parse().unwrap_or(self.k), origin.v.parse().ok());
         // Storages without recent groups have 0 of them, and are compared as such.
         let recent = if origin.recent > 0 { origin.recent } else { self.recent };
-        CacheDefaults { context: self.context.max(needed), k, v, recent }
+        CacheDefaults { context: self.context.max(needed), k, v, recent, ..self }
     }
 }
 
@@ -194,7 +201,7 @@ pub fn cache_config(
         return Err(argument("`window` and `chunk` must be at least 1"));
     }
     Ok(CacheConfig {
-        backend: options.take("backend")?.unwrap_or_else(|| "cpu".to_owned()),
+        backend: options.take("backend")?.unwrap_or_else(|| defaults.backend.clone()),
         kind: kind.to_owned(),
         k,
         v,

@@ -150,7 +150,7 @@ impl Batch {
             ));
         }
         let prefix = prefix.map(|prefix| prefix.get(py)).transpose()?;
-        let mut defaults = CacheDefaults::new(CONTEXT);
+        let mut defaults = CacheDefaults::new(CONTEXT).on(&model.backend);
         if let Some(prefix) = &prefix {
             defaults = defaults.of_file(&prefix.origin().cache, prefix.tokens().len());
         }

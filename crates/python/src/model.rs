@@ -2,13 +2,13 @@
 use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, keep, to_json, tokenizer};
 use crate::errors::{Class, argument, engine, file};
 use crate::generation::Generation;
-use crate::prefix::{self, Place};
+use crate::prefix;
 use crate::saved::{Prefix, PrefixArgument, SavedArgument};
 use crate::session::{Beginning, Session, Text};
 use crate::wait::without_gil;
 use kvist_cache::SeqId;
 use kvist_device::{MemoryBudget, Registry};
-use kvist_engine::devices::{self, Compute};
+use kvist_engine::devices::{Compute, Place};
 use kvist_engine::frozen::{freeze, share};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::LateOrigin;
@@ -31,7 +31,10 @@ use std::sync::{Arc, LazyLock, Mutex};
 ///     deterministic: make a text independent of batches and shared prefixes, to the last bit; a little slower.
 ///     fast_prefill: compute prompts with fewer bits where the CPU has AVX2, AVX-512 or AMX: faster, and slightly different from
 ///         batch to batch. Not with deterministic.
-///     memory: bytes, or a size such as "8GB", that weights and caches may take together; by default what is free.
+///     memory: bytes, or a size such as "8GB", that weights and caches may take together; by default what is free, on a GPU with memory
+///         of its own there.
+///     backend: where it runs: "cpu", or a GPU: "wgpu", "wgpu:1", "cuda", "cuda:1", in builds that have them. Sessions and batches are
+///         there, too.
 ///     mmap: map the files, which must not change as long as the model is used, instead of reading them.
 ///     offline: download nothing.
 ///
@@ -41,7 +44,9 @@ use std::sync::{Arc, LazyLock, Mutex};
 #[pyclass(frozen, module = "kvist")]
 pub struct Model {
     pub model: Arc<kvist_model::Model>,
-    pub compute: Compute,
+    pub place: Place,
+    /// That of its caches.
+    pub backend: String,
     /// What K and V of texts depend on, for files.
     pub origin: Arc<LateOrigin>,
 }
@@ -106,8 +111,8 @@ impl Progress for Silent {
 fn load(
     path: Option<PathBuf>,
     options: &LoadOptions,
-    compute: &Compute,
-    budget: &Arc<MemoryBudget>,
+    place: &Place,
+    memory: Option<u64>,
     offline: bool,
 ) -> PyResult<(kvist_model::Model, LateOrigin)> {
     let (file, name) = match path {
@@ -126,14 +131,19 @@ fn load(
         opened.rename(&name);
     }
     let origin = LateOrigin::new(&opened, options.format, options.context).map_err(engine)?;
-    let model = devices::load(opened, compute, options, budget, &mut |_, _| {}).map_err(engine)?;
+    let memory = match memory {
+        None => place.default_memory(kvist_cli::memory::available()).map_err(|why| engine(why.into()))?,
+        given => given,
+    };
+    let budget = memory.map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
+    let model = place.load(opened, options, &budget, &mut |_, _| {}).map_err(engine)?;
     Ok((model, origin))
 }
 
 #[pymethods]
 impl Model {
     #[new]
-    #[pyo3(signature = (path=None, *, weights="as-stored", context=None, threads=None, deterministic=false, fast_prefill=false, memory=None, mmap=true, offline=false))]
+    #[pyo3(signature = (path=None, *, weights="as-stored", context=None, threads=None, deterministic=false, fast_prefill=false, memory=None, backend="cpu", mmap=true, offline=false))]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
         py: Python<'_>,
@@ -144,24 +154,32 @@ impl Model {
         deterministic: bool,
         fast_prefill: bool,
         memory: Option<Bytes>,
+        backend: &str,
         mmap: bool,
         offline: bool,
     ) -> PyResult<Self> {
         let format = weights.parse().map_err(|why| argument(format!("`weights`: {why}")))?;
-        let budget = match memory {
-            Some(bytes) => MemoryBudget::new(bytes.get("memory")?),
-            None => kvist_cli::memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
-        };
+        let memory = memory.map(|bytes| bytes.get("memory")).transpose()?;
         let compute = compute(threads, deterministic, fast_prefill)?;
         let options = LoadOptions { format, mmap, context, ..LoadOptions::default() };
-        let (model, origin) = without_gil(py, || load(path, &options, &compute, &budget, offline))?;
-        Ok(Model { model: Arc::new(model), compute, origin: Arc::new(origin) })
+        let (place, model, origin) = without_gil(py, || {
+            let place = Place::of_backend(backend, &compute).map_err(|why| engine(why.into()))?;
+            let (model, origin) = load(path, &options, &place.0, memory, offline)?;
+            Ok::<_, PyErr>((place, model, origin))
+        })?;
+        let (place, backend) = place;
+        Ok(Model { model: Arc::new(model), place, backend, origin: Arc::new(origin) })
     }
 
     /// The model's name: its path, or the name that it was loaded by.
     #[getter]
     fn name(&self) -> &str {
         self.model.name()
+    }
+    /// The backend that it runs on: "cpu", "wgpu" or "cuda".
+    #[getter]
+    fn backend(&self) -> &str {
+        &self.backend
     }
     /// Number of tokens of the vocabulary.
     #[getter]
@@ -225,7 +243,7 @@ impl Model {
     ///     FileError, MismatchError: the prefix cannot be used.
     #[pyo3(signature = (*, kind="cells", prefix=None, **options))]
     #[pyo3(
-        text_signature = "($self, *, kind='cells', prefix=None, keep=None, kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=16, max_rows=1, backend='cpu')"
+        text_signature = "($self, *, kind='cells', prefix=None, keep=None, kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=16, max_rows=1, backend=None)"
     )]
     fn session(
         &self,
@@ -243,7 +261,7 @@ impl Model {
             return self.session_of(py, &Beginning::Prefix(prefix.get(py)?), kind, options);
         }
         let defaults = match keep {
-            Some(_) => CacheDefaults::new(self.model.config().context),
+            Some(_) => self.defaults_of(self.model.config().context),
             None => self.defaults(),
         };
         let config = CacheConfig { keep, ..cache_config(&mut options, kind, &defaults)? };
@@ -264,7 +282,7 @@ impl Model {
     ///     MismatchError: it was made with other weights, another tokenizer, another storage or window: the text says which.
     #[pyo3(signature = (saved, *, kind="cells", **options))]
     #[pyo3(
-        text_signature = "($self, saved, *, kind='cells', kv=None, kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=None, max_rows=1, backend='cpu')"
+        text_signature = "($self, saved, *, kind='cells', kv=None, kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=None, max_rows=1, backend=None)"
     )]
     fn resume(
         &self,
@@ -304,9 +322,14 @@ impl Model {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Prefix> {
         let options = Options::of("freeze_prefix", options)?;
-        prefix::compute(py, self, (prompt, system), options, Place::File, |session, text, origin| {
-            freeze(session, SeqId::ONLY, text, origin, &path).map_err(file)
-        })?;
+        prefix::compute(
+            py,
+            self,
+            (prompt, system),
+            options,
+            prefix::Place::File,
+            |session, text, origin| freeze(session, SeqId::ONLY, text, origin, &path).map_err(file),
+        )?;
         Prefix::open(py, path)
     }
 
@@ -334,10 +357,17 @@ impl Model {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Prefix> {
         let options = Options::of("share_prefix", options)?;
-        prefix::compute(py, self, (prompt, system), options, Place::Memory, |session, text, origin| {
-            let prefix = share(session, SeqId::ONLY, text, origin).map_err(file)?;
-            Ok(Prefix { prefix })
-        })
+        prefix::compute(
+            py,
+            self,
+            (prompt, system),
+            options,
+            prefix::Place::Memory,
+            |session, text, origin| {
+                let prefix = share(session, SeqId::ONLY, text, origin).map_err(file)?;
+                Ok(Prefix { prefix })
+            },
+        )
     }
 
     /// Continues a prompt in a session of its own. See `Session.generate` for the options of a text, and `session` for
@@ -441,7 +471,7 @@ impl Model {
     }
 
     pub fn registry(&self) -> Registry {
-        devices::on(&self.compute)
+        self.place.registry()
     }
 
     pub fn open(&self, py: Python<'_>, config: &CacheConfig) -> PyResult<Session> {
@@ -450,7 +480,11 @@ impl Model {
     }
 
     fn defaults(&self) -> CacheDefaults {
-        CacheDefaults::new(self.model.config().context.min(CONTEXT))
+        self.defaults_of(self.model.config().context.min(CONTEXT))
+    }
+
+    fn defaults_of(&self, context: u32) -> CacheDefaults {
+        CacheDefaults::new(context).on(&self.backend)
     }
 
     /// A session that begins with a file.
@@ -483,7 +517,7 @@ impl Model {
         let context = u32::try_from(needed).unwrap_or(u32::MAX).min(self.model.config().context);
         let keep = keep(&mut options)?;
         let kind = if keep.is_some() { "cells" } else { "contiguous" };
-        let config = CacheConfig { keep, ..cache_config(&mut options, kind, &CacheDefaults::new(context))? };
+        let config = CacheConfig { keep, ..cache_config(&mut options, kind, &self.defaults_of(context))? };
         options.end()?;
         self.open(py, &config)
     }

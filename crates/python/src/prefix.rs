@@ -44,7 +44,8 @@ pub fn compute<T: Send>(
 ) -> PyResult<T> {
     let (tokens, system) = tokens_of(model, prompt, system)?;
     let context = u32::try_from(tokens.len()).unwrap_or(u32::MAX).saturating_add(1);
-    let config = cache_config(&mut options, "contiguous", &CacheDefaults::new(context))?;
+    let defaults = CacheDefaults::new(context).on(&model.backend);
+    let config = cache_config(&mut options, "contiguous", &defaults)?;
     options.end()?;
     kvist_engine::check_prompt(&config, tokens.len()).map_err(engine)?;
     let registry = model.registry();

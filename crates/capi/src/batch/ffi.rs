@@ -174,7 +174,8 @@ pub unsafe extern "C" fn kvist_batch_new(
         // SAFETY: the caller keeps the contract above.
         let (model, options, place) = unsafe { (model_of(model)?, options.as_ref(), out(batch, "batch")?) };
         // SAFETY: the caller keeps the contract above.
-        let (config, beside) = unsafe { config_of(options) }?;
+        let (mut config, beside) = unsafe { config_of(options) }?;
+        config.paged.cache.backend.clone_from(&model.backend);
         let batch = Batch::start(model, config, beside)?;
         place.write(give(kvist_batch(SharedHandle::new(batch))));
         Ok(())

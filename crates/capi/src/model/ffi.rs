@@ -6,6 +6,7 @@ use crate::handle::Handle;
 use crate::status::{Failure, Outcome, kvist_status};
 use kvist_engine::kvist_model::{LoadOptions, ModelFile};
 use std::ffi::c_char;
+use std::ptr::null;
 use std::sync::Arc;
 
 /// A loaded model. It never changes, so any number of threads may use it at once, and sessions keep what they need of it:
@@ -33,10 +34,14 @@ pub struct kvist_model_options {
     pub threads: u32,
     /// Tokens of the longest text, for models whose rope depends on it (LongRoPE); 0 is their original context.
     pub context_tokens: u32,
-    /// Bytes that the weights, all sessions of the model and its prefixes in memory may take together; 0 is no limit.
+    /// Bytes that the weights, all sessions of the model and its prefixes in memory may take together; 0 is no limit, and on a GPU
+    /// with memory of its own what is free there.
     pub memory_bytes: u64,
     /// Read the files instead of mapping them. Mapped files must not change while the model or a session of it is used.
     pub no_mmap: bool,
+    /// Where it runs: null is "cpu"; or a GPU, in libraries that are built with the feature: "wgpu", "wgpu:1", "cuda", "cuda:1".
+    /// Its sessions and batches are there, too.
+    pub backend: *const c_char,
 }
 
 /// What a model's files say about it.
@@ -57,7 +62,8 @@ pub struct kvist_model_info {
 /// `options` are the defaults.
 ///
 /// # Safety
-/// `path` is null or a null-terminated string, `options` is null or valid, and `model` is a place for a pointer.
+/// `path` is null or a null-terminated string, `options` is null or valid: its `backend` is null or a null-terminated string. `model` is
+/// a place for a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvist_model_open(
     path: *const c_char,
@@ -71,12 +77,14 @@ pub unsafe extern "C" fn kvist_model_open(
         let file = path.map_or(ModelFile::Embedded, |path| ModelFile::Path(path.into()));
         let (threads, context, bytes, no_mmap) =
             options.map_or((0, 0, 0, false), |o| (o.threads, o.context_tokens, o.memory_bytes, o.no_mmap));
+        // SAFETY: the caller keeps the contract above.
+        let backend = unsafe { optional_text(options.map_or(null(), |o| o.backend), "backend")? };
         let load = LoadOptions {
             mmap: !no_mmap,
             context: (context > 0).then_some(context),
             ..LoadOptions::default()
         };
-        let opened = Model::open(&file, &load, threads, bytes)?;
+        let opened = Model::open(&file, &load, threads, bytes, backend.unwrap_or("cpu"))?;
         model.write(give(kvist_model { model: Arc::new(opened), idle: Handle::new(()) }));
         Ok(())
     })

@@ -158,7 +158,7 @@ pub unsafe extern "C" fn kvist_session_new(
         // SAFETY: the caller keeps the contract above.
         let (model, options, session) =
             unsafe { (model_of(model)?, options.as_ref(), out(session, "session")?) };
-        let mut config = CacheConfig::new(4096);
+        let mut config = CacheConfig { backend: model.backend.clone(), ..CacheConfig::new(4096) };
         if let Some(options) = options {
             // SAFETY: valid options hold null-terminated strings or nulls.
             let (kind, k, v, keep) = unsafe {

@@ -38,6 +38,10 @@ static void models(void) {
     EXPECT(kvist_model_open(NULL, NULL, NULL), KVIST_INVALID_ARGUMENT, "model is null");
     kvist_model_options options = {.threads = 5000};
     EXPECT(kvist_model_open(NULL, &options, &model), KVIST_INVALID_ARGUMENT, "threads is 5000");
+    options = (kvist_model_options){.backend = "wgpu:x"};
+    EXPECT(kvist_model_open(NULL, &options, &model), KVIST_UNSUPPORTED, "names no adapter");
+    options = (kvist_model_options){.backend = "\xff"};
+    EXPECT(kvist_model_open(NULL, &options, &model), KVIST_INVALID_ARGUMENT, "backend is not UTF-8");
     options = (kvist_model_options){.memory_bytes = 1000};
     EXPECT(kvist_model_open(NULL, &options, &model), KVIST_OUT_OF_MEMORY, NULL);
     OK(kvist_model_free(NULL));

@@ -119,11 +119,14 @@ class Model:
         deterministic: bool = False,
         fast_prefill: bool = False,
         memory: Optional[Union[int, str]] = None,
+        backend: str = "cpu",
         mmap: bool = True,
         offline: bool = False,
     ) -> Self: ...
     @property
     def name(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
     @property
     def vocab_size(self) -> int: ...
     @property

@@ -130,7 +130,7 @@ pub unsafe extern "C" fn kvist_session_freeze(
 
 /// As `kvist_session_freeze`, but without a file: sessions of this process that begin with `prefix` share its memory, which is freed when
 /// the prefix and the last of them are freed, in any order. Until then it counts as memory of the model; `KVIST_OUT_OF_MEMORY` if there is no
-/// room for it. On an error `prefix` is not written.
+/// room for it, `KVIST_UNSUPPORTED` on a GPU. On an error `prefix` is not written.
 ///
 /// # Safety
 /// `session` came from `kvist_session_new`, and `prefix` is a place for a pointer.
@@ -181,8 +181,9 @@ pub unsafe extern "C" fn kvist_prefix_free(prefix: *mut kvist_prefix) -> kvist_s
 }
 
 /// Begins the sequence `seq` of a new session with a prefix, which `kvist_session_prompt` continues. Its K and V are attended where they
-/// are: all processes that use a file, and all sessions that use a prefix in memory, share one copy, and none computes it. `n_begun` (may be null) gets the number of tokens
-/// that were not computed: all (docs/formats/session.md has the exceptions). `KVIST_BAD_FILE` if the prefix was made with other
+/// are: all processes that use a file, and all sessions that use a prefix in memory, share one copy, and none computes it. On a GPU a session
+/// copies them from a file that was frozen on a GPU. `n_begun` (may be null) gets the number of tokens that were not computed: all
+/// (docs/formats/session.md has the exceptions). `KVIST_BAD_FILE` if the prefix was made with other
 /// weights or storages. On an error the sequence is empty.
 ///
 /// # Safety
