@@ -535,7 +535,7 @@ typedef struct kvist_model_options {
   // Tokens of the longest text, for models whose rope depends on it (LongRoPE); 0 is their original context.
   uint32_t context_tokens;
   // Bytes that the weights, all sessions of the model and its prefixes in memory may take together; 0 is no limit, and on a GPU
-  // with memory of its own what is free there.
+  // what its driver says is free.
   uint64_t memory_bytes;
   // Read the files instead of mapping them. Mapped files must not change while the model or a session of it is used.
   bool no_mmap;

@@ -44,7 +44,7 @@ pub(crate) fn budget(bytes: u64) -> Arc<MemoryBudget> {
 }
 
 impl Model {
-    /// `memory_bytes`: 0 is no limit on the CPU, and what is free on a GPU.
+    /// `memory_bytes`: 0 is no limit on the CPU, and what is free on a GPU as far as its driver says so.
     fn open(
         file: &ModelFile,
         options: &LoadOptions,
@@ -53,7 +53,10 @@ impl Model {
         backend: &str,
     ) -> Outcome<Self> {
         let (place, backend) = Place::of_backend(backend, &compute(threads)?).map_err(Error::from)?;
-        let free = if memory_bytes == 0 { place.default_memory(None).map_err(Error::from)? } else { None };
+        place.check_backend(&backend).map_err(Failure::argument)?;
+        let unknown =
+            |why| Failure::unsupported(format!("memory_bytes is 0, and what is free is not known: {why}"));
+        let free = if memory_bytes == 0 { place.default_memory(None).map_err(unknown)? } else { None };
         let budget = budget(free.unwrap_or(memory_bytes));
         let opened = Opened::open(file, options.mmap)?;
         let origin = LateOrigin::new(&opened, options.format, options.context)?.into();

@@ -113,6 +113,8 @@ fn a_gpu_gives_the_texts_of_the_cpu() {
     if std::env::var("KVIST_REQUIRE_WGPU").is_ok_and(|required| required == "1") {
         let folder = folder("gpu").display().to_string();
         assert!(run("tests/c/gpu.c", &["wgpu", &folder]).ends_with("ok\n"));
+    } else {
+        eprintln!("SKIPPED, nothing is tested on a GPU: set KVIST_REQUIRE_WGPU=1 to test there");
     }
 }
 

@@ -138,6 +138,20 @@ impl Place {
         }
     }
 
+    /// Checks that there are caches of a backend, as [`of_backend`](Self::of_backend) calls it, before a model is loaded for them.
+    ///
+    /// # Errors
+    /// There is no such backend.
+    pub fn check_backend(&self, backend: &str) -> Result<(), String> {
+        let registry = self.registry();
+        if registry.pairs().any(|(id, _)| id == backend) {
+            return Ok(());
+        }
+        Err(format!(
+            "there is no backend `{backend}`: use cpu, or a GPU in builds that have them: wgpu, wgpu:1, cuda, cuda:1"
+        ))
+    }
+
     /// This device with the backends that work with it.
     pub fn registry(&self) -> Registry {
         match self {

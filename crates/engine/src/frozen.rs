@@ -12,7 +12,7 @@ mod shared;
 pub use file::FrozenPrefix;
 pub use shared::{SharedPrefix, share, shared_bytes};
 
-use crate::saved::{CacheRows, GroupRows, Origin, check_whole, ends};
+use crate::saved::{CacheRows, GroupRows, Origin, check_whole, ends, seen_by};
 use crate::serving::tiers::maker;
 use crate::session::ModelSession;
 use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
@@ -87,7 +87,7 @@ fn image_layout(rows: &CacheRows<'_>) -> Option<&'static str> {
 /// needs room for one more token.
 ///
 /// # Errors
-/// The sequence has other tokens, its cells are not in order, or the file cannot be written.
+/// The sequence has other tokens or gaps, its cells are not in order where layers are mapped, or the file cannot be written.
 pub fn freeze(
     session: &mut ModelSession,
     seq: SeqId,
@@ -133,8 +133,14 @@ fn collect(
             writer.image(side, image?);
         }
     }
+    let groups = rows.config.groups(rows.runner.model.config());
     for (g, copied) in rows.copy_rows(seq, stored, |g| !mapped[g])?.into_iter().enumerate() {
         if !mapped[g] {
+            if !copied.positions.iter().copied().eq(seen_by(groups[g].visibility, stored)) {
+                return Err(Error::Usage(
+                    "tokens in the middle of the text were removed from the cache: such a text cannot be frozen".into(),
+                ));
+            }
             writer.rows(g, &rows.sides_of(g), (k, v), copied);
         }
     }

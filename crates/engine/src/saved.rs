@@ -112,7 +112,7 @@ pub(crate) fn check_whole(config: &CacheConfig) -> Result<(), Error> {
 }
 
 /// The positions that the query at position `at` sees before itself, ascending.
-fn seen_by(visibility: Visibility, at: u32) -> impl Iterator<Item = u32> {
+pub(crate) fn seen_by(visibility: Visibility, at: u32) -> impl Iterator<Item = u32> {
     let first = visibility.window.map_or(0, |window| (at + 1).saturating_sub(window));
     (0..visibility.sinks.min(first)).chain(first..at)
 }

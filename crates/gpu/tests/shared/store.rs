@@ -155,7 +155,7 @@ impl Case {
 fn one_launch_gives_the_bits_of_four() {
     let Some(gpu) = common::driver() else { return };
     let storages = ["f16", "q8", "t4-o", "f32", "q4-rot", "bf16-rot", "f32-rot"];
-    for (i, k) in common::some(storages.into_iter().enumerate()) {
+    for (i, k) in common::some(0, storages.into_iter().enumerate()) {
         for (v, dim, pairs) in [(k, 64, 32), (storages[(i + 1) % storages.len()], 33, 5), (k, 33, 0)] {
             let form = |storage: Storage| Form::new(storage, dim).unwrap();
             let (k, v): (Storage, Storage) = (k.parse().unwrap(), v.parse().unwrap());

@@ -1,6 +1,7 @@
-// A linear layer for many tokens (see product.wgsl and units.wgsl), in sums of another order than `gemm`. A workgroup has a tile of TILE_OUTPUTS outputs and TILE_TOKENS tokens. For STEP inputs at a time it decodes the tile's weights to f16
-// in workgroup memory, beside the tokens' inputs (halves.wgsl), and multiplies them: `products_*.wgsl` say how. The next
-// step's weights and inputs are on their way meanwhile.
+// A linear layer for many tokens (see product.wgsl and units.wgsl), in sums of another order than `gemm`. A workgroup has a tile of
+// TILE_OUTPUTS outputs and TILE_TOKENS tokens. For STEP inputs at a time it decodes the tile's weights to f16 in workgroup memory, beside
+// the tokens' inputs (halves.wgsl), and multiplies them: `products_*.wgsl` say how. The next step's weights and inputs are on their way
+// meanwhile.
 //
 // Inputs have a power of two per row, the matrix has one, too (`args.scale`), and both are undone in the sums. int8 has one scale
 // per row, so its codes stay whole numbers, and the scale is for their sums.

@@ -2,7 +2,8 @@
 //
 //   UNIT_QUADS quads are a unit: 16 bytes of floats, half a block of q8_0 and int8, 32 elements of the others
 //
-// `fetch.wgsl` loads a unit, `quad_of` decodes a quad of it. The values are those of `weights4`.
+// `fetch.wgsl` loads a unit, `quad_of` decodes a quad of it. The values are those of `weights4`, but for
+// what F16 says.
 
 
 // What was loaded of a unit.
