@@ -170,7 +170,7 @@ typedef struct kvist_batch_options {
   uint32_t sinks;
   // Sequences of the largest step; 0 is 32.
   uint32_t max_batch;
-  // Tokens of the largest step; longer prompts are read in chunks. 0 is 512.
+  // Tokens of the largest step; longer prompts are read in chunks. 0 is 512, and over CUDA 1024.
   uint32_t batch_tokens;
   // Tokens of a block of the cache; 0 is 16.
   uint32_t block_tokens;
@@ -566,7 +566,7 @@ typedef struct kvist_session_options {
   const char *v;
   // Tokens that the cache holds over all sequences; 0 is 4096. A ring computes its own number.
   uint32_t context_tokens;
-  // Tokens of the largest pass; longer prompts are read in chunks. 0 is 256.
+  // Tokens of the largest pass; longer prompts are read in chunks. 0 is 256, and over CUDA 1024.
   uint32_t max_step_tokens;
   // Rows of logits that one pass computes at most; 0 is 1.
   uint32_t max_rows;

@@ -15,7 +15,7 @@ use kvist_cpu::arch::Isa;
 pub use kvist_device::Bytes;
 use kvist_device::{MemoryBudget, Recent, Registry, Storage};
 use kvist_engine::devices::{Compute, Place};
-use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
+use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS, step_tokens};
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, Opened};
@@ -305,9 +305,9 @@ pub struct CacheArgs {
     /// context
     #[arg(long, value_name = "TOKENS", value_parser = parse_context)]
     pub context: Option<u32>,
-    /// Tokens of one prefill step
-    #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
-    pub chunk: u32,
+    /// Tokens of one prefill step [default: 256, over CUDA 1024]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub chunk: Option<u32>,
     /// A query sees at most this many positions, its own included
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub window: Option<u32>,
@@ -317,6 +317,11 @@ pub struct CacheArgs {
 }
 
 impl CacheArgs {
+    /// Tokens of a prefill step, at most.
+    pub fn chunk(&self) -> u32 {
+        self.chunk.unwrap_or_else(|| step_tokens(backend_id(&self.backend)))
+    }
+
     /// The cache configuration for a session of up to `needed` tokens.
     pub fn config(&self, model: &ModelConfig, needed: u64) -> anyhow::Result<CacheConfig> {
         let trained = model.context;
@@ -353,7 +358,7 @@ impl CacheArgs {
             kind: kind.into(),
             k,
             v: self.kv_v.unwrap_or(k.for_values()),
-            max_step_tokens: self.chunk.min(context.max(1)),
+            max_step_tokens: self.chunk().min(context.max(1)),
             window: self.window,
             sinks: self.sinks,
             recent: Recent { tokens: self.kv_recent, sequences: 1 },

@@ -39,6 +39,11 @@ pub struct CacheConfig {
     pub keep: Option<KeepConfig>,
 }
 
+/// Tokens of a step on a backend, at most, where the user does not say: over CUDA long prompts are read faster in longer steps (docs/cuda.md).
+pub fn step_tokens(backend: &str) -> u32 {
+    if backend == "cuda" { 1024 } else { 256 }
+}
+
 impl CacheConfig {
     pub fn new(context_tokens: u32) -> Self {
         CacheConfig {
@@ -47,7 +52,7 @@ impl CacheConfig {
             k: Storage::F16,
             v: Storage::F16,
             context_tokens,
-            max_step_tokens: 256,
+            max_step_tokens: step_tokens("cpu"),
             window: None,
             sinks: 0,
             max_rows: 1,

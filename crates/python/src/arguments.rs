@@ -3,7 +3,7 @@ use crate::errors::{argument, engine};
 use kvist_device::{Recent, Storage};
 use kvist_engine::generate::Limits;
 use kvist_engine::keep::KeepConfig;
-use kvist_engine::memory::{CacheConfig, RECENT_SEQUENCES, RECENT_TOKENS};
+use kvist_engine::memory::{CacheConfig, RECENT_SEQUENCES, RECENT_TOKENS, step_tokens};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::saved::CacheOrigin;
 use kvist_model::Model;
@@ -192,7 +192,7 @@ pub fn cache_config(
     if context_tokens == 0 {
         return Err(argument("`context`: 0 tokens hold nothing: give 1 or more"));
     }
-    let chunk: u32 = options.take("chunk")?.unwrap_or(256);
+    let chunk: u32 = options.take("chunk")?.unwrap_or_else(|| step_tokens(&defaults.backend));
     let recent = options.take("recent")?.unwrap_or(defaults.recent);
     let recent = Recent { tokens: recent, sequences: RECENT_SEQUENCES };
     recent.check().map_err(|why| argument(format!("`recent`: {why}")))?;

@@ -10,6 +10,7 @@ use crate::tiers::{self, BatchTiers, Tiers};
 use crate::wait::{PATIENCE, block_on, lock, ready_within};
 use kvist_device::DeviceError;
 use kvist_engine::frozen::EnginePrefix;
+use kvist_engine::memory::step_tokens;
 use kvist_engine::serving::{Engine, EngineConfig, Job, Rejected, ResizeError};
 use kvist_engine::text::Stops;
 use kvist_scheduler::Retention;
@@ -25,7 +26,7 @@ use std::time::Duration;
 ///     model: the model, whose weights are shared.
 ///     context: tokens that the cache holds, over all texts.
 ///     kv, kv_v, window, sinks, recent: as for `Model.session`.
-///     max_batch, batch_tokens: sequences and tokens of the largest step.
+///     max_batch, batch_tokens: sequences and tokens of the largest step, of which there are 512 unless given, and over CUDA 1024.
 ///     block_tokens: tokens of a block.
 ///     policy: order of the queue: fcfs, sjf, srpt, edf, laxity or priority.
 ///     prefix_cache: share equal beginnings of prompts.
@@ -121,19 +122,22 @@ fn not_resized(before: u64, why: &ResizeError) -> PyErr {
     class.with(format!("the cache keeps its {before} tokens: {why}"))
 }
 
+/// Tokens of the largest step, unless given, at least.
+const BATCH_TOKENS: u32 = 512;
+
 #[pymethods]
 impl Batch {
     #[new]
-    #[pyo3(signature = (model, *, max_batch=32, batch_tokens=512, block_tokens=16, policy="fcfs", prefix_cache=true, max_queue=4096, prefix=None, tiers=None, **options))]
+    #[pyo3(signature = (model, *, max_batch=32, batch_tokens=None, block_tokens=16, policy="fcfs", prefix_cache=true, max_queue=4096, prefix=None, tiers=None, **options))]
     #[pyo3(
-        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=512, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, tiers=None, keep=None, window=None, sinks=0, recent=16)"
+        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=None, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, tiers=None, keep=None, window=None, sinks=0, recent=16)"
     )]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
         py: Python<'_>,
         model: &Model,
         max_batch: u32,
-        batch_tokens: u32,
+        batch_tokens: Option<u32>,
         block_tokens: u32,
         policy: &str,
         prefix_cache: bool,
@@ -165,6 +169,7 @@ impl Batch {
             config.paged.prefix = None;
         }
         config.scheduler.policy = policy.to_owned();
+        let batch_tokens = batch_tokens.unwrap_or_else(|| step_tokens(&model.backend).max(BATCH_TOKENS));
         (config.scheduler.max_batch, config.scheduler.max_batch_tokens) = (max_batch, batch_tokens);
         config.scheduler.check().map_err(|why| argument(why.to_string()))?;
         config.max_queue = max_queue;

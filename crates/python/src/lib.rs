@@ -12,6 +12,7 @@ mod bookkeeping;
 mod errors;
 mod ffi;
 mod generation;
+mod loading;
 mod model;
 mod prefix;
 mod program;

@@ -1,25 +1,24 @@
 //! A loaded model.
 use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, keep, to_json, tokenizer};
-use crate::errors::{Class, argument, engine, file};
+use crate::errors::{argument, engine, file};
 use crate::generation::Generation;
+use crate::loading::{self, Bytes, compute, load};
 use crate::prefix;
 use crate::saved::{Prefix, PrefixArgument, SavedArgument};
 use crate::session::{Beginning, Session, Text};
 use crate::wait::without_gil;
 use kvist_cache::SeqId;
-use kvist_device::{MemoryBudget, Registry};
-use kvist_engine::devices::{Compute, Place};
+use kvist_device::Registry;
+use kvist_engine::devices::Place;
 use kvist_engine::frozen::{freeze, share};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::LateOrigin;
-use kvist_hub::{Hub, Progress, Settings};
+use kvist_model::LoadOptions;
 use kvist_model::template::Conversation;
-use kvist_model::{LoadOptions, ModelFile, Opened};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::Arc;
 
 /// A model's weights, tokenizer and chat template. Sessions of one model share its weights.
 ///
@@ -54,92 +53,6 @@ pub struct Model {
 /// Default context of a session, in tokens, if the model was trained on more.
 const CONTEXT: u32 = 4096;
 
-/// The most threads that make sense, as for `kvist --threads`.
-const MAX_THREADS: usize = 1024;
-
-/// Threads by their number: they are created once.
-fn compute(threads: Option<usize>, deterministic: bool, fast_prefill: bool) -> PyResult<Compute> {
-    static POOLS: LazyLock<Mutex<HashMap<usize, Compute>>> = LazyLock::new(Default::default);
-    if deterministic && fast_prefill {
-        let why = "`fast_prefill`: its results depend on the batch, so it does not go with `deterministic`: leave one out";
-        return Err(argument(why));
-    }
-    let with = |pool: Compute| pool.deterministic(deterministic).fast_prefill(fast_prefill);
-    let Some(threads) = threads else { return Ok(with(Compute::default())) };
-    if !(1..=MAX_THREADS).contains(&threads) {
-        return Err(argument(format!("`threads`: {threads} is not a number from 1 to {MAX_THREADS}")));
-    }
-    let mut pools = crate::wait::lock(&POOLS);
-    let pool = pools.entry(threads).or_insert_with(|| Compute::new(Compute::default().isa, threads));
-    Ok(with(pool.clone()))
-}
-
-#[derive(FromPyObject)]
-pub enum Bytes {
-    Number(u64),
-    Text(String),
-}
-
-impl Bytes {
-    /// `name`: of the argument.
-    pub fn get(self, name: &str) -> PyResult<u64> {
-        match self {
-            Bytes::Number(bytes) => Ok(bytes),
-            Bytes::Text(text) => {
-                let size: kvist_cli::Size =
-                    text.parse().map_err(|why| argument(format!("`{name}`: {why}")))?;
-                Ok(size.0)
-            }
-        }
-    }
-}
-
-/// Downloads without a progress bar.
-struct Silent;
-
-impl Progress for Silent {
-    fn begin(&mut self, _: &str, _: u64, _: u64) {}
-    fn at(&mut self, _: u64) {}
-    fn end(&mut self) {}
-    fn note(&mut self, _: &str) {}
-    fn accept(&mut self, _: &std::path::Path) -> Result<(), String> {
-        Ok(())
-    }
-}
-
-/// Finds the model on this machine, downloads what is missing, and loads it.
-fn load(
-    path: Option<PathBuf>,
-    options: &LoadOptions,
-    place: &Place,
-    memory: Option<u64>,
-    offline: bool,
-) -> PyResult<(kvist_model::Model, LateOrigin)> {
-    let (file, name) = match path {
-        None => (ModelFile::Embedded, None),
-        Some(path) => {
-            let mut settings = Settings::from_env(&|name| std::env::var_os(name));
-            settings.offline |= offline;
-            let found = Hub::new(settings).resolve(&path, &mut Silent);
-            let found = found.map_err(|why| Class::Model.with(why.to_string()))?;
-            let name = (found.path != path).then(|| path.display().to_string());
-            (ModelFile::Path(found.path), name)
-        }
-    };
-    let mut opened = Opened::open(&file, options.mmap).map_err(engine)?;
-    if let Some(name) = name {
-        opened.rename(&name);
-    }
-    let origin = LateOrigin::new(&opened, options.format, options.context).map_err(engine)?;
-    let memory = match memory {
-        None => place.default_memory(kvist_cli::memory::available()).map_err(|why| engine(why.into()))?,
-        given => given,
-    };
-    let budget = memory.map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
-    let model = place.load(opened, options, &budget, &mut |_, _| {}).map_err(engine)?;
-    Ok((model, origin))
-}
-
 #[pymethods]
 impl Model {
     #[new]
@@ -162,13 +75,11 @@ impl Model {
         let memory = memory.map(|bytes| bytes.get("memory")).transpose()?;
         let compute = compute(threads, deterministic, fast_prefill)?;
         let options = LoadOptions { format, mmap, context, ..LoadOptions::default() };
-        let (place, model, origin) = without_gil(py, || {
-            let (place, id) = Place::of_backend(backend, &compute).map_err(|why| engine(why.into()))?;
-            place.check_backend(&id).map_err(|why| argument(format!("`backend`: {why}")))?;
-            let (model, origin) = load(path, &options, &place, memory, offline)?;
-            Ok::<_, PyErr>(((place, id), model, origin))
+        let ((place, backend), (model, origin)) = without_gil(py, || {
+            let (place, backend) = loading::place(backend, &compute)?;
+            let loaded = load(path, &options, &place, memory, offline)?;
+            Ok::<_, PyErr>(((place, backend), loaded))
         })?;
-        let (place, backend) = place;
         Ok(Model { model: Arc::new(model), place, backend, origin: Arc::new(origin) })
     }
 
@@ -230,7 +141,7 @@ impl Model {
     ///     kv, kv_v: storage of K and V, and of V if it differs: f32, f16, bf16, q8, q4, t4, and their variants.
     ///     context: tokens that the cache holds, over all branches; by default the model's context, at most 4096.
     ///     window, sinks: tokens that a query sees, and first tokens that stay visible beside them.
-    ///     chunk: tokens of the largest pass.
+    ///     chunk: tokens of the largest pass, by default 256, and over CUDA 1024.
     ///     recent: tokens of a group that packed storages also keep in f16; 0 for none.
     ///     max_rows: rows of logits that a pass can return.
     ///     backend: that of the model; or "reference", which is slow, for a model on the CPU.
@@ -245,7 +156,7 @@ impl Model {
     ///     FileError, MismatchError: the prefix cannot be used.
     #[pyo3(signature = (*, kind="cells", prefix=None, **options))]
     #[pyo3(
-        text_signature = "($self, *, kind='cells', prefix=None, keep=None, kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=16, max_rows=1, backend=None)"
+        text_signature = "($self, *, kind='cells', prefix=None, keep=None, kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=None, recent=16, max_rows=1, backend=None)"
     )]
     fn session(
         &self,
@@ -284,7 +195,7 @@ impl Model {
     ///     MismatchError: it was made with other weights, another tokenizer, another storage or window: the text says which.
     #[pyo3(signature = (saved, *, kind="cells", **options))]
     #[pyo3(
-        text_signature = "($self, saved, *, kind='cells', kv=None, kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=None, max_rows=1, backend=None)"
+        text_signature = "($self, saved, *, kind='cells', kv=None, kv_v=None, context=None, window=None, sinks=0, chunk=None, recent=None, max_rows=1, backend=None)"
     )]
     fn resume(
         &self,
@@ -313,7 +224,7 @@ impl Model {
     ///     FileError: the file cannot be written.
     #[pyo3(signature = (prompt, path, *, system=false, **options))]
     #[pyo3(
-        text_signature = "($self, prompt, path, *, system=False, kv='f16', kv_v=None, window=None, sinks=0, chunk=256, recent=16)"
+        text_signature = "($self, prompt, path, *, system=False, kv='f16', kv_v=None, window=None, sinks=0, chunk=None, recent=16)"
     )]
     fn freeze_prefix(
         &self,
@@ -349,7 +260,7 @@ impl Model {
     ///     OutOfMemory: the model's `memory` has no room for the prefix and for the session that computes it; nothing was computed.
     #[pyo3(signature = (prompt, *, system=false, **options))]
     #[pyo3(
-        text_signature = "($self, prompt, *, system=False, kv='f16', kv_v=None, window=None, sinks=0, chunk=256, recent=16)"
+        text_signature = "($self, prompt, *, system=False, kv='f16', kv_v=None, window=None, sinks=0, chunk=None, recent=16)"
     )]
     fn share_prefix(
         &self,

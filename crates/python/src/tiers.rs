@@ -1,6 +1,7 @@
 //! Tiers below the cache of a batch.
 use crate::errors::{Class, argument, engine};
-use crate::model::{Bytes, Model};
+use crate::loading::Bytes;
+use crate::model::Model;
 use kvist_device::{Purpose, Registry, Reservation, Storage};
 use kvist_engine::serving::{Engine, EngineConfig, TierStats, fingerprint};
 use kvist_server::config::{LoadRule, OpenTiers, TiersSection, WriteTime};

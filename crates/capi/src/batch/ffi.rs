@@ -10,7 +10,7 @@ use crate::handle::SharedHandle;
 use crate::model::{kvist_model, model_of};
 use crate::session::{kvist_prefix, prefix_of, storages};
 use crate::status::{Failure, Outcome, kvist_status};
-use kvist_engine::memory::CacheConfig;
+use kvist_engine::memory::{CacheConfig, step_tokens};
 use kvist_engine::serving::{EngineConfig, LoadRule, TierOptions, WriteTime};
 use std::ffi::c_char;
 use std::time::Duration;
@@ -35,7 +35,7 @@ pub struct kvist_batch_options {
     pub sinks: u32,
     /// Sequences of the largest step; 0 is 32.
     pub max_batch: u32,
-    /// Tokens of the largest step; longer prompts are read in chunks. 0 is 512.
+    /// Tokens of the largest step; longer prompts are read in chunks. 0 is 512, and over CUDA 1024.
     pub batch_tokens: u32,
     /// Tokens of a block of the cache; 0 is 16.
     pub block_tokens: u32,
@@ -87,14 +87,19 @@ pub(super) unsafe fn with_batch(
 /// Tokens of the cache, and texts that may wait, unless options say otherwise: as for Python's `Batch`.
 const CONTEXT_TOKENS: u32 = 8192;
 const MAX_QUEUE: usize = 4096;
+/// Sequences and tokens of the largest step; on some backends more tokens ([`step_tokens`]).
+const MAX_BATCH: u32 = 32;
+const BATCH_TOKENS: u32 = 512;
 
 /// # Safety
 /// Strings of the options are null or null-terminated, and `prefix` is null or came from `kvist_prefix_open`.
-unsafe fn config_of(options: Option<&kvist_batch_options>) -> Outcome<(EngineConfig, Beside)> {
-    let mut cache = CacheConfig::new(CONTEXT_TOKENS);
+unsafe fn config_of(options: Option<&kvist_batch_options>, backend: &str) -> Outcome<(EngineConfig, Beside)> {
+    let mut cache = CacheConfig { backend: backend.into(), ..CacheConfig::new(CONTEXT_TOKENS) };
+    let batch_tokens = step_tokens(backend).max(BATCH_TOKENS);
     let mut beside = Beside { keep: None, prefix: None, tiers: TierOptions::default() };
     let Some(options) = options else {
         let mut config = EngineConfig::new(cache);
+        (config.scheduler.max_batch, config.scheduler.max_batch_tokens) = (MAX_BATCH, batch_tokens);
         config.max_queue = MAX_QUEUE;
         return Ok((config, beside));
     };
@@ -135,8 +140,8 @@ unsafe fn config_of(options: Option<&kvist_batch_options>) -> Outcome<(EngineCon
         config.paged.prefix = None;
     }
     config.scheduler.policy = policy.unwrap_or("fcfs").to_owned();
-    config.scheduler.max_batch = or(options.max_batch, 32);
-    config.scheduler.max_batch_tokens = or(options.batch_tokens, 512);
+    config.scheduler.max_batch = or(options.max_batch, MAX_BATCH);
+    config.scheduler.max_batch_tokens = or(options.batch_tokens, batch_tokens);
     config.max_queue = if options.max_queue == 0 { MAX_QUEUE } else { options.max_queue };
     let keep = keep.map(|keep| keep.parse().map_err(|why| Failure::argument(format!("keep: {why}"))));
     beside.keep = keep.transpose()?;
@@ -174,8 +179,7 @@ pub unsafe extern "C" fn kvist_batch_new(
         // SAFETY: the caller keeps the contract above.
         let (model, options, place) = unsafe { (model_of(model)?, options.as_ref(), out(batch, "batch")?) };
         // SAFETY: the caller keeps the contract above.
-        let (mut config, beside) = unsafe { config_of(options) }?;
-        config.paged.cache.backend.clone_from(&model.backend);
+        let (config, beside) = unsafe { config_of(options, &model.backend) }?;
         let batch = Batch::start(model, config, beside)?;
         place.write(give(kvist_batch(SharedHandle::new(batch))));
         Ok(())

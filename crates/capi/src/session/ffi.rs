@@ -11,7 +11,7 @@ use crate::handle::Handle;
 use crate::model::{kvist_model, model_of};
 use crate::status::{Failure, Outcome, kvist_status};
 use kvist_engine::kvist_cache::{NodeId, SeqId};
-use kvist_engine::memory::CacheConfig;
+use kvist_engine::memory::{CacheConfig, step_tokens};
 use kvist_engine::sampler::SamplerConfig;
 use kvist_engine::session::{LogitRows, SequenceInput};
 use std::ffi::{c_char, c_int, c_void};
@@ -33,7 +33,7 @@ pub struct kvist_session_options {
     pub v: *const c_char,
     /// Tokens that the cache holds over all sequences; 0 is 4096. A ring computes its own number.
     pub context_tokens: u32,
-    /// Tokens of the largest pass; longer prompts are read in chunks. 0 is 256.
+    /// Tokens of the largest pass; longer prompts are read in chunks. 0 is 256, and over CUDA 1024.
     pub max_step_tokens: u32,
     /// Rows of logits that one pass computes at most; 0 is 1.
     pub max_rows: u32,
@@ -158,7 +158,8 @@ pub unsafe extern "C" fn kvist_session_new(
         // SAFETY: the caller keeps the contract above.
         let (model, options, session) =
             unsafe { (model_of(model)?, options.as_ref(), out(session, "session")?) };
-        let mut config = CacheConfig { backend: model.backend.clone(), ..CacheConfig::new(4096) };
+        let (backend, max_step_tokens) = (model.backend.clone(), step_tokens(&model.backend));
+        let mut config = CacheConfig { backend, max_step_tokens, ..CacheConfig::new(4096) };
         if let Some(options) = options {
             // SAFETY: valid options hold null-terminated strings or nulls.
             let (kind, k, v, keep) = unsafe {

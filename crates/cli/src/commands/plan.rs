@@ -151,7 +151,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         weight_bytes: size.resident_bytes,
         memory_bytes: memory.0,
         cache: &config,
-        chunk: args.cache.chunk,
+        chunk: args.cache.chunk(),
         tiers: &tiers,
     });
     let recommendation =

@@ -267,7 +267,7 @@ class Batch:
         model: Model,
         *,
         max_batch: int = 32,
-        batch_tokens: int = 512,
+        batch_tokens: Optional[int] = None,
         block_tokens: int = 16,
         policy: Literal["fcfs", "sjf", "srpt", "edf", "laxity", "priority"] = "fcfs",
         prefix_cache: bool = True,

@@ -6,9 +6,6 @@ use kvist_engine::memory::RECENT_TOKENS;
 use kvist_model::weights::WeightFormat;
 use std::path::{Path, PathBuf};
 
-/// The default of `--chunk`.
-const CHUNK: u32 = 256;
-
 pub fn of(args: &Args, candidate: &Candidate) -> String {
     let mut words: Vec<String> = vec!["kvist".into()];
     let mut flag =
@@ -28,7 +25,7 @@ pub fn of(args: &Args, candidate: &Candidate) -> String {
         flag("--kind", Some(candidate.kind.into()));
         flag("--window", cache.window.map(|window| window.to_string()));
         flag("--sinks", differs(cache.sinks > 0, cache.sinks.to_string()));
-        flag("--chunk", differs(args.cache.chunk != CHUNK, args.cache.chunk.to_string()));
+        flag("--chunk", args.cache.chunk.map(|chunk| chunk.to_string()));
     }
     flag("--kv", Some(cache.k.to_string()));
     flag("--kv-v", differs(cache.v != cache.k, cache.v.to_string()));

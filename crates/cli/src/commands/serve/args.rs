@@ -5,13 +5,11 @@ use crate::options::*;
 use clap::ValueHint;
 use kvist_device::Storage;
 use kvist_engine::keep::KeepConfig;
+use kvist_engine::memory::step_tokens;
 use kvist_server::ServerConfig;
 use kvist_server::config::EventEndpoint;
 use std::net::IpAddr;
 use std::path::PathBuf;
-
-/// Tokens of a step over CUDA, at most: there long prompts are read faster in longer steps (docs/cuda.md).
-const CUDA_BATCH_TOKENS: u32 = 1024;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -140,8 +138,8 @@ impl Args {
             Some(path) => ServerConfig::read(path)?,
             None => ServerConfig::default(),
         };
-        if self.backend.starts_with("cuda") {
-            c.suggest_batch_tokens(CUDA_BATCH_TOKENS);
+        if backend_id(&self.backend) == "cuda" {
+            c.suggest_batch_tokens(step_tokens("cuda"));
         }
         fn set<T: Clone>(field: &mut T, flag: &Option<T>) {
             if let Some(flag) = flag {
