@@ -245,6 +245,7 @@ impl Session {
 
     /// Shortens `seq` to its first `n_tokens`.
     fn rollback(&mut self, seq: SeqId, n_tokens: u32) -> Outcome<()> {
+        self.session.check_cut(seq, n_tokens)?;
         truncate(self.session.cache(), seq, n_tokens)?;
         self.known.truncate(seq, n_tokens);
         self.texts.remove(&seq.0);

@@ -322,6 +322,12 @@ impl CacheArgs {
         self.chunk.unwrap_or_else(|| step_tokens(backend_id(&self.backend)))
     }
 
+    /// For commands that want the logits of every token of a step: without --chunk not more than the 256 of a CPU, because each is a row
+    /// of the vocabulary in memory.
+    pub fn for_all_rows(&self) -> CacheArgs {
+        CacheArgs { chunk: Some(self.chunk.unwrap_or_else(|| step_tokens("cpu"))), ..self.clone() }
+    }
+
     /// The cache configuration for a session of up to `needed` tokens.
     pub fn config(&self, model: &ModelConfig, needed: u64) -> anyhow::Result<CacheConfig> {
         let trained = model.context;

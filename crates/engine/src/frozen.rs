@@ -12,7 +12,7 @@ mod shared;
 pub use file::FrozenPrefix;
 pub use shared::{SharedPrefix, share, shared_bytes};
 
-use crate::saved::{CacheRows, GroupRows, Origin, check_whole, ends, seen_by};
+use crate::saved::{CacheRows, GroupRows, Origin, check_whole, ends, seen_by, shortest_cut};
 use crate::serving::tiers::maker;
 use crate::session::ModelSession;
 use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
@@ -87,7 +87,8 @@ fn image_layout(rows: &CacheRows<'_>) -> Option<&'static str> {
 /// needs room for one more token.
 ///
 /// # Errors
-/// The sequence has other tokens or gaps, its cells are not in order where layers are mapped, or the file cannot be written.
+/// The sequence has other tokens, or gaps that a query at its end sees; its cells are not in order where layers are mapped, or the file
+/// cannot be written.
 pub fn freeze(
     session: &mut ModelSession,
     seq: SeqId,
@@ -192,10 +193,11 @@ pub fn begin_with(
     session.check_tokens(prefix.tokens())?;
     let most = most.min(prefix.tokens().len()) as u32;
     let begun = place(&mut session.rows(), seq, prefix, most);
-    if !matches!(begun, Ok(n) if n > 0) {
-        session.clear()?;
+    match begun {
+        Ok((n, shortest)) if n > 0 => session.has_rows_from(shortest),
+        _ => session.clear()?,
     }
-    begun
+    begun.map(|(n, _)| n)
 }
 
 /// A prefix that requests of a serving engine may begin with.
@@ -255,7 +257,9 @@ pub(crate) fn index(
     let prompt = Prompt::Tokens(prefix.tokens()[..n as usize].to_vec());
     let no_index = || refused("the cache has no prefix index");
     rows.cache.prefixes().ok_or_else(no_index)?.open_again(seq, &of.salt, &prompt.content(n), at)?;
-    if place(rows, seq, prefix, n)? == 0 {
+    // A paged cache knows by itself what windows have left behind.
+    let (placed, _) = place(rows, seq, prefix, n)?;
+    if placed == 0 {
         let len = prefix.tokens().len();
         return Err(refused(&format!(
             "requests begin with whole blocks of {block_tokens}, and where the last one of these {len} tokens ends, they would see \
@@ -275,8 +279,14 @@ pub(crate) fn index(
     Ok(IndexedPrefix { pin, salt: of.salt.clone(), tokens, block_tokens })
 }
 
-/// Places the first tokens, at most `most`. Returns how many are there. The sequence is to be cleared if there are none.
-fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, most: u32) -> Result<usize, Error> {
+/// Places the first tokens, at most `most`. Returns how many are there, and to how few they can be cut. The sequence is to be cleared if
+/// there are none.
+fn place(
+    rows: &mut CacheRows<'_>,
+    seq: SeqId,
+    prefix: &FrozenPrefix,
+    most: u32,
+) -> Result<(usize, u32), Error> {
     prefix.check_layout(image_layout(rows))?;
     let (mut groups, mut recent, mut sides) = (Vec::new(), Vec::new(), Vec::new());
     for (g, mapped) in maps(rows, prefix.has_images()).into_iter().enumerate() {
@@ -291,9 +301,9 @@ fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, most: u32)
         recent.push(prefix.recent_rows(g, &rows.recent_sides_of(g))?);
     }
     let ends = ends(rows.config, rows.runner.model.config(), most, (&groups, &recent));
-    let Some(&n) = ends.first() else { return Ok(0) };
+    let Some(&n) = ends.first() else { return Ok((0, 0)) };
     if !rows.place_rows(seq, n, &groups)? {
-        return Ok(0);
+        return Ok((0, 0));
     }
     if !sides.is_empty() {
         let mapped = MappedRows {
@@ -305,5 +315,9 @@ fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, most: u32)
         };
         rows.runner.network.pools_mut().map(&mapped)?;
     }
-    Ok(if rows.place_recent(seq, n, &recent)? { n as usize } else { 0 })
+    if !rows.place_recent(seq, n, &recent)? {
+        return Ok((0, 0));
+    }
+    let specs = rows.config.groups(rows.runner.model.config());
+    Ok((n as usize, shortest_cut(&specs, &groups, n)))
 }

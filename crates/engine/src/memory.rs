@@ -282,7 +282,7 @@ impl MemoryPlan {
         let mut advice = Vec::new();
         // The first combination that fits: a smaller dtype, a smaller chunk, or both.
         let storages = [config.k, Storage::Q8, Storage::Q4];
-        let chunks = [config.max_step_tokens, 64, 16];
+        let chunks = [config.max_step_tokens, 256, 64, 16];
         for (storage, chunk) in chunks.iter().flat_map(|chunk| storages.map(|storage| (storage, *chunk))) {
             let keeps = storage == config.k;
             let v = if keeps { config.v } else { storage };

@@ -16,7 +16,7 @@ pub(crate) use file::{
     side_name, tensor_type, words_of,
 };
 pub use origin::{CacheOrigin, LateOrigin, Origin};
-pub(crate) use recent::ends;
+pub(crate) use recent::{ends, shortest_cut};
 
 use crate::memory::CacheConfig;
 use crate::session::ModelSession;
@@ -153,6 +153,8 @@ pub fn resume(
         let placed =
             rows.place_rows(seq, n, &stored).and_then(|all| Ok(all && rows.place_recent(seq, n, &recent)?));
         if matches!(placed, Ok(true)) {
+            let groups = session.config().groups(session.model().config());
+            session.has_rows_from(shortest_cut(&groups, &stored, n));
             return Ok(n as usize);
         }
         session.truncate(seq, 0)?;

@@ -258,6 +258,7 @@ impl Model {
     ///
     /// Raises:
     ///     OutOfMemory: the model's `memory` has no room for the prefix and for the session that computes it; nothing was computed.
+    ///     Error: the model runs on a GPU.
     #[pyo3(signature = (prompt, *, system=false, **options))]
     #[pyo3(
         text_signature = "($self, prompt, *, system=False, kv='f16', kv_v=None, window=None, sinks=0, chunk=None, recent=16)"

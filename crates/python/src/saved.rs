@@ -62,8 +62,8 @@ impl SavedSession {
 }
 
 /// The beginning of prompts in a file, with its K and V: `Model.freeze_prefix` writes one. Sessions and batches that begin with it
-/// attend the file in place and do not compute it; all processes that use it share one copy in memory. Opening it reads it once
-/// and compares every hash. The file must not change while it is used. `Model.share_prefix` makes one without a file.
+/// do not compute it: on the CPU they attend the file in place, and all processes that use it share one copy in memory; on a GPU they
+/// copy it. Opening it reads it once and compares every hash. The file must not change while it is used. `Model.share_prefix` makes one without a file.
 ///
 /// Args:
 ///     path: the file.

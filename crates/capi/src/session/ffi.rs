@@ -175,7 +175,8 @@ pub unsafe extern "C" fn kvist_session_new(
             config.kind = kind.unwrap_or(&config.kind).to_owned();
             let or = |n: u32, otherwise: u32| if n == 0 { otherwise } else { n };
             config.context_tokens = or(options.context_tokens, config.context_tokens);
-            config.max_step_tokens = or(options.max_step_tokens, config.max_step_tokens);
+            config.max_step_tokens =
+                or(options.max_step_tokens, config.max_step_tokens).min(config.context_tokens);
             config.max_rows = or(options.max_rows, config.max_rows);
             config.window = (options.window > 0).then_some(options.window);
             config.sinks = options.sinks;
@@ -416,7 +417,8 @@ pub unsafe extern "C" fn kvist_session_fork(session: *mut kvist_session, from: u
     unsafe { with_session(session, |session| session.fork(SeqId(from), SeqId(to))) }
 }
 
-/// Shortens a sequence to its first `n_tokens` and ends its text. Refused by rings, except to 0.
+/// Shortens a sequence to its first `n_tokens` and ends its text. Refused by rings, and where tokens that a window would see again are gone:
+/// in paged caches, and before the end of what a file has given. To 0 tokens it always works.
 ///
 /// # Safety
 /// `session` came from `kvist_session_new`.

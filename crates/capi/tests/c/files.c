@@ -96,6 +96,23 @@ static void to_the_bit(const char *kind, const char *k) {
     OK(kvist_session_free(c));
 }
 
+/* The file has what a window shows at its end: a shorter text would see tokens that it has not. */
+static void windows(void) {
+    kvist_session *a, *b;
+    kvist_session_options options = {.kind = "cells", .k = "f32", .context_tokens = 128, .window = 8};
+    OK(kvist_session_new(model, &options, &a));
+    OK(kvist_session_new(model, &options, &b));
+    OK(kvist_session_prompt_tokens(a, 0, some, 41, NULL));
+    OK(kvist_session_save(a, 0, saved));
+    OK(kvist_session_resume(b, 0, saved, NULL, NULL));
+    OK(kvist_session_rollback(b, 0, 40));
+    EXPECT(kvist_session_rollback(b, 0, 39), KVIST_REFUSED, "cannot end at position 39");
+    OK(kvist_session_rollback(a, 0, 39)); /* which was computed here */
+    OK(kvist_session_rollback(b, 0, 0));
+    OK(kvist_session_free(a));
+    OK(kvist_session_free(b));
+}
+
 /* The token that was shown last is saved too; other sequences of the session are left alone. */
 static void texts(void) {
     kvist_session *session = begin("cells", "f16");
@@ -265,6 +282,7 @@ int main(int argc, char **argv) {
         to_the_bit(kinds[i], "t4-o");
         to_the_bit(kinds[i], "f16");
     }
+    windows();
     texts();
     trees();
     files();

@@ -83,7 +83,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut tokens = scoring::tokens(&opened, &text)?;
     let architecture = opened.config();
     let context = args.cache.context.unwrap_or(architecture.context);
-    let mut cache = args.cache.clone();
+    let mut cache = args.cache.for_all_rows();
     cache.context = Some(context);
     let mut config = cache.config(architecture, u64::from(context))?;
     args.keep.prepare(&mut config, args.cache.kind.as_deref())?;
@@ -157,7 +157,7 @@ fn fit(
     let fits = |context, chunk, storage| {
         bounds(context, chunk, storage).is_ok_and(|(_, a, b)| a.checked_add(b).is_some_and(|sum| sum <= free))
     };
-    let chunks = [chunk, 64, 16].map(|n| n.min(chunk));
+    let chunks = [chunk, 256, 64, 16].map(|n| n.min(chunk));
     let halves = (0..32).map(|n| context >> n).take_while(|context| *context >= 2);
     let mut choices = halves.flat_map(|context| {
         let storages = [reference.k, Storage::F16];

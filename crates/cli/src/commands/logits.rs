@@ -70,7 +70,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         return Err(wrong_usage("--speculate drafts tokens that are generated: give --generate"));
     }
     let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0)) + args.speculation.room();
-    let mut config = args.cache.config(opened.config(), needed)?;
+    let mut config = args.cache.for_all_rows().config(opened.config(), needed)?;
     args.keep.prepare(&mut config, args.cache.kind.as_deref())?;
     args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     config.max_rows = config.max_step_tokens;

@@ -3,6 +3,7 @@
 use super::copy::{CacheRows, GroupRows, Rows, SideSpec, parts, sides};
 use super::seen_by;
 use crate::memory::CacheConfig;
+use kvist_cache::kinds::GroupSpec;
 use kvist_cache::{GroupId, SeqId};
 use kvist_device::{CellPosition, Layout, Storage};
 use kvist_model::Error;
@@ -43,6 +44,20 @@ pub(crate) fn ends(
             })
     });
     ends
+}
+
+/// The fewest tokens that a text of `n` can be cut to so that queries behind them see only positions among the rows.
+pub(crate) fn shortest_cut(groups: &[GroupSpec], rows: &[GroupRows], n: u32) -> u32 {
+    let of_group = |(group, rows): (&GroupSpec, &GroupRows)| {
+        let (Some(window), GroupRows::Copied(rows)) = (group.visibility.window, rows) else { return 0 };
+        // Where the last positions that follow each other begin. Those before them are sinks.
+        let newest_first = rows.positions.iter().rev().skip_while(|position| **position >= n);
+        let first =
+            newest_first.fold(n, |first, position| if position + 1 == first { *position } else { first });
+        let all = first <= group.visibility.sinks;
+        if all { 0 } else { (first + window).saturating_sub(1).min(n) }
+    };
+    groups.iter().zip(rows).map(of_group).max().unwrap_or(0)
 }
 
 impl CacheRows<'_> {

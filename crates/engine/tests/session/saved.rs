@@ -155,6 +155,41 @@ fn models_with_windows_and_shared_kv_go_on_to_the_bit() {
     }
 }
 
+/// Regression: a text that was resumed and then shortened attended cells whose rows no file had given, because windows had left them behind.
+#[test]
+fn a_resumed_text_is_shortened() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s.kvs");
+    for (name, has_windows) in [("gemma3", true), ("llama-gqa", false)] {
+        let rig = Rig::open(&ModelFile::Path(fixtures("parity").join(name)));
+        let tokens = rig.text(70);
+        for kind in FULL_KINDS {
+            let config = rig.config(kind, "f32", 16);
+            saved_at(&rig, &config, &tokens[..61], 60, &path);
+            let saved = SavedSession::open(&path).unwrap();
+            // By one token, by many, and after it has grown.
+            for (more, len) in [(0, 59), (0, 40), (5, 62), (5, 50)] {
+                let mut after = session(&rig.model, &config);
+                let n = resume(&mut after, SeqId::ONLY, &saved, &rig.origin(&config), usize::MAX).unwrap();
+                assert_eq!(n, 60);
+                go_on(&mut after, &tokens[60..60 + more]);
+                let left = after.truncate(SeqId::ONLY, len as u32).unwrap() as usize;
+                let what = format!("{name} {kind}: {len} of {}, {left} left", 60 + more);
+                assert_eq!(left, if has_windows && len < 60 { 0 } else { len }, "{what}");
+                assert_eq!(after.cache().next_position(SeqId::ONLY), Some(left as u32), "{what}");
+                go_on(&mut after, &tokens[left..len]);
+                let mut never_saved = session(&rig.model, &config);
+                feed(&mut never_saved, &tokens[..len]);
+                assert_eq!(
+                    go_on(&mut after, &tokens[len..]),
+                    go_on(&mut never_saved, &tokens[len..]),
+                    "{what}"
+                );
+            }
+        }
+    }
+}
+
 /// Random cases: lengths, windows, sizes of recent groups, storages, kinds and chunks. What was never saved goes on likewise, and
 /// so does what is saved again after it was resumed.
 #[test]

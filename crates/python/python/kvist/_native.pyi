@@ -37,10 +37,10 @@ class _Storage(TypedDict, total=False):
     window: Optional[int]
     sinks: int
     recent: int
-    backend: str
+    backend: Optional[str]
 
 class _Steps(_Storage, total=False):
-    chunk: int
+    chunk: Optional[int]
     max_rows: int
 
 class _Session(_Steps, total=False):

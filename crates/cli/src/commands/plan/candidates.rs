@@ -53,7 +53,7 @@ pub fn all(asked: &Asked, ladder: &[Rung]) -> Vec<Candidate> {
     let pairs = asked.registry.pairs().filter(|(id, _)| *id == backend);
     let kinds = pairs.map(|(_, kind)| (Command::Run, kind));
     let kinds = kinds.filter(|(_, kind)| !is_bounded(kind) || forgets(asked.model, asked.cache));
-    // A server has only the cpu backend and the model's own windows.
+    // A server has the model's own windows. On a GPU it needs two memories, of which this plans one: `serve --dry-run` plans both.
     let serves = backend == "cpu" && asked.cache.window.is_none();
     let served = serves.then_some((Command::Serve, "paged"));
     let uses = kinds.chain(served);

@@ -21,7 +21,7 @@ pub fn of(args: &Args, candidate: &Candidate) -> String {
     flag("--deterministic", differs(args.compute.deterministic, String::new()));
     flag("--fast-prefill", differs(args.compute.fast_prefill, String::new()));
     if runs {
-        flag("--backend", differs(cache.backend != "cpu", cache.backend.clone()));
+        flag("--backend", differs(cache.backend != "cpu", args.cache.backend.clone()));
         flag("--kind", Some(candidate.kind.into()));
         flag("--window", cache.window.map(|window| window.to_string()));
         flag("--sinks", differs(cache.sinks > 0, cache.sinks.to_string()));

@@ -30,7 +30,7 @@ fn shorter(asked: &Asked) -> Option<String> {
         Some((chunk, longest(candidates.iter(), Command::Run)?.clone()))
     };
     // Of equal chunks max_by_key returns the last, which has the largest steps.
-    let chunks = [16, 64, asked.chunk].map(|chunk| chunk.min(asked.chunk));
+    let chunks = [16, 64, 256, asked.chunk].map(|chunk| chunk.min(asked.chunk));
     let (chunk, fits) = chunks.into_iter().filter_map(at).max_by_key(|(_, fits)| fits.useful_context())?;
     let chunk = (chunk < asked.chunk).then(|| format!(" --chunk {chunk}"));
     Some(format!("{} --context {}{}", fits.flags(), fits.useful_context(), chunk.unwrap_or_default()))

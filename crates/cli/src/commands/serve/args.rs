@@ -72,7 +72,7 @@ pub struct Args {
     #[command(flatten)]
     pub tiers: TierFlags,
     /// Begin with a prefix of `kvist prefix freeze` in the prefix index, where it stays: prompts that begin with it do not
-    /// compute it, and all programs that use the file share its memory
+    /// compute it, and on the CPU all programs that use the file share its memory
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "record")]
     pub prefix: Option<PathBuf>,
     #[command(flatten)]
