@@ -1058,11 +1058,14 @@ kvist_status kvist_session_fork(struct kvist_session *session,
                                 uint32_t from,
                                 uint32_t to);
 
-// Shortens a sequence to its first `n_tokens` and ends its text. Refused by rings, except to 0.
+// Shortens a sequence to its first `n_tokens` and ends its text. Refused by rings, and where tokens that a window would see again are gone:
+// in paged caches, and before the end of what a file has given. To 0 tokens it always works.
 //
 // # Safety
 // `session` came from `kvist_session_new`.
-kvist_status kvist_session_rollback(struct kvist_session *session, uint32_t seq, uint32_t n_tokens);
+kvist_status kvist_session_rollback(struct kvist_session *session,
+                                    uint32_t seq,
+                                    uint32_t n_tokens);
 
 // Removes a sequence. Cells that no other sequence uses are free then.
 //
