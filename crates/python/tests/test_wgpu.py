@@ -1,6 +1,4 @@
-"""Models on a GPU through wgpu, or on lavapipe, where there is one: KVIST_REQUIRE_WGPU=1 insists on it.
-
-This file comes last: drivers keep memory, and test_leaks.py looks at that of the process."""
+"""Models on a GPU through wgpu, or on lavapipe, where there is one: KVIST_REQUIRE_WGPU=1 insists on it."""
 import json
 import os
 import subprocess
