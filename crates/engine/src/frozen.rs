@@ -12,7 +12,7 @@ mod shared;
 pub use file::FrozenPrefix;
 pub use shared::{SharedPrefix, share, shared_bytes};
 
-use crate::saved::{CacheRows, GroupRows, Origin, check_whole, ends, seen_by, shortest_cut};
+use crate::saved::{CacheRows, GroupRows, Origin, check_whole, ends, shortest_cut};
 use crate::serving::tiers::maker;
 use crate::session::ModelSession;
 use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
@@ -137,7 +137,7 @@ fn collect(
     let groups = rows.config.groups(rows.runner.model.config());
     for (g, copied) in rows.copy_rows(seq, stored, |g| !mapped[g])?.into_iter().enumerate() {
         if !mapped[g] {
-            if !copied.positions.iter().copied().eq(seen_by(groups[g].visibility, stored)) {
+            if !copied.are_seen_at(stored, groups[g].visibility) {
                 return Err(Error::Usage(
                     "tokens in the middle of the text were removed from the cache: such a text cannot be frozen".into(),
                 ));

@@ -88,7 +88,7 @@ pub fn save(
     };
     let seen = session.config().groups(session.model().config());
     for (group, rows) in seen.iter().zip(&groups) {
-        if !rows.positions.iter().copied().eq(seen_by(group.visibility, stored)) {
+        if !rows.are_seen_at(stored, group.visibility) {
             return Err(Error::Usage(
                 "tokens in the middle of the text were removed from the cache: such a session cannot be saved".into(),
             ));
@@ -112,7 +112,7 @@ pub(crate) fn check_whole(config: &CacheConfig) -> Result<(), Error> {
 }
 
 /// The positions that the query at position `at` sees before itself, ascending.
-pub(crate) fn seen_by(visibility: Visibility, at: u32) -> impl Iterator<Item = u32> {
+fn seen_by(visibility: Visibility, at: u32) -> impl Iterator<Item = u32> {
     let first = visibility.window.map_or(0, |window| (at + 1).saturating_sub(window));
     (0..visibility.sinks.min(first)).chain(first..at)
 }

@@ -191,8 +191,8 @@ impl ModelSession {
 
     /// Removes the tokens of `seq` from position `len` on. Returns the number of tokens that are left: `len`, or 0 in a
     /// ring, which has overwritten the cells that a rollback needs and starts again from empty. It is 0, too, where a file has not given
-    /// what windows would see ([`check_cut`](Self::check_cut)). The sequence exists afterwards, also if nothing is left. With packed storages, only [`CacheConfig::cut_before`] says where a sequence
-    /// continues as if it had never been longer.
+    /// what windows would see ([`check_cut`](Self::check_cut)). The sequence exists afterwards, also if nothing is left. With packed
+    /// storages, only [`CacheConfig::cut_before`] says where a sequence continues as if it had never been longer.
     pub fn truncate(&mut self, seq: SeqId, len: u32) -> Result<u32, Error> {
         let len = if let Err(Refused::WindowGone { .. }) = self.check_cut(seq, len) { 0 } else { len };
         if let Some(mut sequences) = self.cache.sequences() {

@@ -1,6 +1,8 @@
 //! K and V by position: out of a cache, and into one.
+use super::seen_by;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
+use kvist_cache::kinds::Visibility;
 use kvist_cache::{Cache, CellRun, GroupId, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_device::{DeviceError, HostBlock, Layout, Storage, Transfer, Transfers, Values};
 use kvist_model::Error;
@@ -16,6 +18,10 @@ pub struct Rows {
 impl Rows {
     pub fn has(&self, position: u32) -> bool {
         self.positions.binary_search(&position).is_ok()
+    }
+    /// Whether they are all that a query at position `at` sees before itself. Otherwise tokens between them were removed.
+    pub fn are_seen_at(&self, at: u32, visibility: Visibility) -> bool {
+        self.positions.iter().copied().eq(seen_by(visibility, at))
     }
 }
 
