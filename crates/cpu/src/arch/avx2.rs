@@ -204,23 +204,36 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         }
     }
     // Without VNNI: an instruction multiplies sixteen words and adds the products in pairs. Bytes would need two products, and codes
-    // of 8 bits would have to become words for both.
+    // of 8 bits would have to become words for both. First the even codes of all rows, then the odd ones: beside the sums sixteen
+    // registers hold no more.
     #[inline(always)]
-    fn dot_units(self, sums: [I; 2], codes: I, units: [i32; 2]) -> [I; 2] {
+    fn dot_units<const R: usize, const C: usize>(
+        self,
+        sums: &mut [[[I; 2]; C]; R],
+        codes: &[I; C],
+        units: impl Fn(usize, usize) -> i32,
+    ) {
         if VNNI {
             return dot_two_bytes(self, sums, codes, units);
         }
-        let ([sum, other], [first, second]) = (sums, units);
-        // SAFETY: `detect` checked the CPU features.
-        unsafe {
-            let low = _mm256_set1_epi16(255);
-            let (even, odd) = (_mm256_set1_epi32(first), _mm256_set1_epi32(second));
-            let dot = |sum, codes| {
-                let even = _mm256_madd_epi16(_mm256_and_si256(codes, low), even);
-                let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(codes), odd);
-                _mm256_add_epi32(_mm256_add_epi32(sum, even), odd)
-            };
-            [[dot(sum[0], codes[0]), dot(sum[1], codes[1])], other]
+        for c in 0..C {
+            for part in 0..2 {
+                // SAFETY: `detect` checked the CPU features.
+                unsafe {
+                    let words = |codes| match part {
+                        0 => _mm256_and_si256(codes, _mm256_set1_epi16(255)),
+                        _ => _mm256_srli_epi16::<8>(codes),
+                    };
+                    let words = [words(codes[c][0]), words(codes[c][1])];
+                    for r in 0..R {
+                        let units = _mm256_set1_epi32(units(r, part));
+                        let [sum, _] = &mut sums[r][c];
+                        for half in 0..2 {
+                            sum[half] = _mm256_add_epi32(sum[half], _mm256_madd_epi16(words[half], units));
+                        }
+                    }
+                }
+            }
         }
     }
     #[inline(always)]
@@ -352,6 +365,16 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     fn dot2(self, acc: F, a: I, b: I) -> F {
         let ((a0, a1), (b0, b1)) = (self.widen_pairs(a), self.widen_pairs(b));
         self.fma(a1, b1, self.fma(a0, b0, acc))
+    }
+    #[inline(always)]
+    fn sum(self, x: F) -> f32 {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let eight = _mm256_add_ps(x[0], x[1]);
+            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        }
     }
     #[inline(always)]
     fn largest(self, x: F) -> f32 {

@@ -3,8 +3,19 @@ use super::{LANES, Simd};
 
 /// [`Simd::dot_units`], [`Simd::sum_of_units`] and [`Simd::store_units`] where units are two bytes.
 #[inline(always)]
-pub(super) fn dot_two_bytes<S: Simd>(s: S, sums: [S::I; 2], codes: S::I, [high, low]: [i32; 2]) -> [S::I; 2] {
-    [s.dot4(sums[0], codes, s.splat_i(high)), s.dot4(sums[1], codes, s.splat_i(low))]
+pub(super) fn dot_two_bytes<S: Simd, const R: usize, const C: usize>(
+    s: S,
+    sums: &mut [[[S::I; 2]; C]; R],
+    codes: &[S::I; C],
+    units: impl Fn(usize, usize) -> i32,
+) {
+    for r in 0..R {
+        let (high, low) = (s.splat_i(units(r, 0)), s.splat_i(units(r, 1)));
+        for c in 0..C {
+            let [sum_high, sum_low] = sums[r][c];
+            sums[r][c] = [s.dot4(sum_high, codes[c], high), s.dot4(sum_low, codes[c], low)];
+        }
+    }
 }
 #[inline(always)]
 pub(super) fn sum_of_two_bytes<S: Simd>(s: S, [high, low]: [S::I; 2]) -> S::I {

@@ -62,12 +62,17 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load_bytes(self, x: &[u8; 64]) -> Self::I;
     /// Per lane: `acc + Σ unsigned[j] * signed[j]` over the lane's four bytes.
     fn dot4(self, acc: Self::I, unsigned: Self::I, signed: Self::I) -> Self::I;
-    /// Per lane: adds `Σ codes[j] * units[j]` over the lane's four unsigned codes to `sums`, whose total is
-    /// [`sum_of_units`](Self::sum_of_units). Every lane has the same `units`: four of ±32,639, as
-    /// [`quad_of_units`](super::quad_of_units) writes them. Sums and total wrap.
+    /// Per lane, of `R` rows of units and `C` vectors of codes: adds `Σ codes[j] * units[j]` over the lane's four unsigned codes to
+    /// `sums`, whose total is [`sum_of_units`](Self::sum_of_units). Every lane has the same units: four of ±32,639, of which
+    /// `units(row, part)` are the two parts that [`quad_of_units`](super::quad_of_units) writes. Sums and total wrap.
     #[inline(always)]
-    fn dot_units(self, sums: [Self::I; 2], codes: Self::I, units: [i32; 2]) -> [Self::I; 2] {
-        dot_two_bytes(self, sums, codes, units)
+    fn dot_units<const R: usize, const C: usize>(
+        self,
+        sums: &mut [[[Self::I; 2]; C]; R],
+        codes: &[Self::I; C],
+        units: impl Fn(usize, usize) -> i32,
+    ) {
+        dot_two_bytes(self, sums, codes, units);
     }
     #[inline(always)]
     fn sum_of_units(self, sums: [Self::I; 2]) -> Self::I {

@@ -66,9 +66,10 @@ impl Kernel for Everything<'_> {
             [("small units", [1, -2, 3, -4]), ("large units", [32_639, -32_000, 32_000, -32_639])]
         {
             let of = |units| quad_of_units(S::WORD_DOTS, units);
-            let sums = s.dot_units([s.splat_i(0); 2], a, of(units));
-            let sums = s.dot_units(sums, s.low_nibbles(a), of([units[3], 0, 77, units[0]]));
-            put(name, s.to_f32(s.sum_of_units(sums)));
+            let mut sums = [[[s.splat_i(0); 2]]];
+            s.dot_units(&mut sums, &[a], |_, part| of(units)[part]);
+            s.dot_units(&mut sums, &[s.low_nibbles(a)], |_, part| of([units[3], 0, 77, units[0]])[part]);
+            put(name, s.to_f32(s.sum_of_units(sums[0][0])));
         }
         let ys = self.more.map(|x| if x == 128 { 129 } else { x }).as_chunks::<4>().0[..8].to_vec();
         let sum: i32 = ys.as_flattened().iter().map(|x| i32::from(x.cast_signed())).sum();

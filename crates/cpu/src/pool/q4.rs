@@ -18,9 +18,9 @@
 //! Measured on two Zen 4 cores (docs/performance.md): 0.62 of the read limit with a KV head per query head (64 elements to a group); with
 //! four query heads to a KV head of 128 0.57 of it, and 0.47 of the time of f16; bound by arithmetic, 0.28 of it, with eight of 64.
 use super::quantised::{
-    ByteUnits, Line, Packed, QUADS, blocks_at, byte_of, packed_products, param, put_scores,
+    ByteUnits, Line, Packed, QUADS, blocks_at, byte_of, packed_products, param, put_scores, quads_at,
 };
-use super::{Block, Blocks, Codec, Lines, Quads, Queries, Sums};
+use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
 
@@ -210,13 +210,6 @@ const fn most_abreast<S: Simd>() -> usize {
     S::ACCUMULATORS / 2
 }
 
-/// Sixteen bytes of every cell of a block, from byte `byte` on.
-#[inline(always)]
-fn quads_at<'b>(block: &Block<'b>, row: usize, byte: usize) -> Option<[&'b [u8; 4 * LANES]; QUADS]> {
-    let quad = |quad: usize| block.codes.get(quad * 4 * row + 4 * byte..)?.first_chunk();
-    Some([quad(0)?, quad(1)?, quad(2)?, quad(3)?])
-}
-
 /// Adds one vector of columns for each half of the bytes from `byte` on to the sums of `N` queries, at the columns `at`. The
 /// queries are rows of `quads` from `row` on.
 #[inline(always)]
@@ -231,14 +224,14 @@ fn columns<S: Simd, const N: usize>(
 ) {
     let mut units = [[s.splat_i(0); N]; 2];
     for (b, block) in blocks.list.iter().enumerate() {
-        let weights: [_; N] = std::array::from_fn(|n| quads.bytes(row + n, b));
-        let Some(quads) = quads_at(block, blocks.row, byte) else { break };
+        let weights: [_; N] = std::array::from_fn(|n| quads.of_block(0, row + n, b));
+        let Some(lines) = quads_at::<1>(block, blocks.row, byte) else { break };
         if row == 0 {
-            quads.iter().for_each(|bytes| s.prefetch(*bytes, block.ahead));
+            lines.iter().flat_map(|lines| *lines).for_each(|line| s.prefetch(line, block.ahead));
         }
         let mut products = [[s.splat_i(0); N]; 2];
         for quad in 0..QUADS {
-            let bytes = s.load_bytes(quads[quad]);
+            let bytes = s.load_bytes(&lines[quad][0]);
             let halves = [s.low_nibbles(bytes), s.high_nibbles(bytes)];
             for n in 0..N {
                 let weights = i32::from_le_bytes(weights[n][quad]);

@@ -17,7 +17,8 @@
 //! Measured on two Zen 4 cores (docs/performance.md): 0.72 of the read limit with a KV head per query head (64 elements to a group); with
 //! four query heads to a KV head of 128 0.6 to 0.7 of it, and 0.67 to 0.85 of the time of f16; bound by arithmetic, 0.36 of it, with eight of 64.
 use super::quantised::{
-    Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, queries_that_fit, scores_in_pairs,
+    Packed, QUADS, Units, blocks_at, byte_of, lines_from, packed_products, param, put_scores, quads_at,
+    queries_that_fit, scores_in_pairs, units_from,
 };
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
@@ -83,16 +84,18 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     let (per_row, per_group) = (blocks.row / 4, blocks.group / 4);
     let mut sums = [[s.splat(0.0); B]; R];
     for group in 0..blocks.head_dim.div_ceil(blocks.group) {
-        let mut units = Units::<S, R, B>::new(s);
-        for quad in group * per_group..((group + 1) * per_group).min(per_row) {
+        let mut units = Units::<S, R, B>::new(s, packed, group, i32::from(ZERO));
+        let (first, n) = (group * per_group, per_group.min(per_row - group * per_group));
+        let (asked, lines) = (units_from(packed, first, n), lines_from(&codes, first, n));
+        for quad in 0..n {
             let mut bytes = [s.splat_i(0); B];
             for b in 0..B {
-                s.prefetch(&codes[b][quad], list[b].ahead);
-                bytes[b] = s.load_bytes(&codes[b][quad]);
+                s.prefetch(&lines[b][quad], list[b].ahead);
+                bytes[b] = s.load_bytes(&lines[b][quad]);
             }
-            units.multiply(s, packed, quad, &bytes);
+            units.multiply(s, &asked, quad, &bytes);
         }
-        units.add(s, packed, group, list, i32::from(ZERO), &mut sums);
+        units.add(s, packed, group, list, &mut sums);
     }
     put_scores(s, lines, query, at, &sums);
 }
@@ -108,21 +111,18 @@ fn columns<S: Simd, const R: usize, const C: usize>(
     sums: &mut Sums<'_>,
 ) {
     let mut units = [[[s.splat_i(0); 2]; C]; R];
-    for (at, block) in blocks.list.iter().enumerate() {
-        for quad in 0..LANES / 4 {
-            let codes = &block.codes[quad * 4 * blocks.row..];
-            let Some(lines) = codes[4 * d..].as_chunks::<{ 4 * LANES }>().0.first_chunk::<C>() else { break };
+    for (b, block) in blocks.list.iter().enumerate() {
+        let Some(lines) = quads_at::<C>(block, blocks.row, d) else { break };
+        if query == 0 {
+            lines.iter().flat_map(|lines| *lines).for_each(|line| s.prefetch(line, block.ahead));
+        }
+        let weights: [[_; 2]; R] = std::array::from_fn(|r| [0, 1].map(|part| quads.of_block(part, r, b)));
+        for quad in 0..QUADS {
             let mut codes = [s.splat_i(0); C];
             for c in 0..C {
-                s.prefetch(&lines[c], block.ahead);
-                codes[c] = s.load_bytes(&lines[c]);
+                codes[c] = s.load_bytes(&lines[quad][c]);
             }
-            for r in 0..R {
-                let weights = quads.quad(r, at * LANES / 4 + quad);
-                for c in 0..C {
-                    units[r][c] = s.dot_units(units[r][c], codes[c], weights);
-                }
-            }
+            s.dot_units(&mut units, &codes, |r, part| i32::from_le_bytes(weights[r][part][quad]));
         }
     }
     for r in 0..R {

@@ -117,6 +117,17 @@ pub fn blocks_at<'l, S: Simd, const B: usize>(
     Some((list, codes))
 }
 
+/// `C` vectors of value codes from code byte `byte` on, of all cells of a block: four cells each.
+#[inline(always)]
+pub fn quads_at<'b, const C: usize>(
+    block: &Block<'b>,
+    row: usize,
+    byte: usize,
+) -> Option<[&'b [Line; C]; QUADS]> {
+    let quad = |quad: usize| block.codes.get(quad * 4 * row + 4 * byte..)?.as_chunks().0.first_chunk();
+    Some([quad(0)?, quad(1)?, quad(2)?, quad(3)?])
+}
+
 /// Writes the scores of `R` queries over `B` blocks from block `at` on.
 #[inline(always)]
 pub fn put_scores<S: Simd, const R: usize, const B: usize>(
@@ -139,33 +150,43 @@ pub const fn queries_that_fit<S: Simd>(vectors: usize) -> usize {
     S::ACCUMULATORS / (S::UNIT_SUMS * vectors)
 }
 
+/// `n` quads of units of each query, from quad `first` on: slices of one length are checked once, and not at every quad.
+#[inline(always)]
+pub fn units_from<const R: usize>(packed: &[PackedQuery], first: usize, n: usize) -> [&[[i32; 2]]; R] {
+    std::array::from_fn(|r| &packed[r].quads[first..][..n])
+}
+
+/// `n` lines of each block, from line `first` on.
+#[inline(always)]
+pub fn lines_from<'l, const B: usize>(codes: &[&'l [Line]; B], first: usize, n: usize) -> [&'l [Line]; B] {
+    std::array::from_fn(|b| &codes[b][first..][..n])
+}
+
 /// Products of the codes of `B` blocks with the units of `R` queries, within one group.
 pub struct Units<S: Simd, const R: usize, const B: usize>([[[S::I; 2]; B]; R]);
 
 impl<S: Simd, const R: usize, const B: usize> Units<S, R, B> {
+    /// For codes of group `group`, of which `zero` stands for 0.
     #[inline(always)]
-    pub fn new(s: S) -> Self {
-        Units([[[s.splat_i(0); 2]; B]; R])
-    }
-
-    /// Adds four codes of every cell times quad `quad` of the queries.
-    #[inline(always)]
-    pub fn multiply(&mut self, s: S, packed: &[PackedQuery], quad: usize, codes: &[S::I; B]) {
+    pub fn new(s: S, packed: &[PackedQuery], group: usize, zero: i32) -> Self {
+        let mut sums = [[[s.splat_i(0); 2]; B]; R];
         for r in 0..R {
-            let units = packed[r].quads[quad];
+            // The last of the sums counts once in their total.
+            let start = s.splat_i((-zero).wrapping_mul(packed[r].units[group]));
             for b in 0..B {
-                self.0[r][b] = s.dot_units(self.0[r][b], codes[b], units);
+                sums[r][b][S::UNIT_SUMS - 1] = start;
             }
         }
+        Units(sums)
     }
 
-    /// In units of the query.
+    /// Adds four codes of every cell times quad `quad` of the queries' units.
     #[inline(always)]
-    pub fn of(&self, s: S, r: usize, b: usize) -> S::I {
-        s.sum_of_units(self.0[r][b])
+    pub fn multiply(&mut self, s: S, asked: &[&[[i32; 2]]; R], quad: usize, codes: &[S::I; B]) {
+        s.dot_units(&mut self.0, codes, |r, part| asked[r][quad][part]);
     }
 
-    /// Adds them to the scores, scaled by parameter `group` of the blocks. `zero` is the code that stands for 0.
+    /// Adds them to the scores, scaled by parameter `group` of the blocks.
     #[inline(always)]
     pub fn add(
         &self,
@@ -173,14 +194,12 @@ impl<S: Simd, const R: usize, const B: usize> Units<S, R, B> {
         packed: &[PackedQuery],
         group: usize,
         blocks: &[Block<'_>; B],
-        zero: i32,
         sums: &mut [[S::F; B]; R],
     ) {
         for b in 0..B {
             let scale = s.load_f16(&blocks[b].params.as_chunks::<32>().0[group]);
             for r in 0..R {
-                let units = s.sub_i(self.of(s, r, b), s.splat_i(zero * packed[r].units[group]));
-                let scaled = s.mul(s.to_f32(units), scale);
+                let scaled = s.mul(s.to_f32(s.sum_of_units(self.0[r][b])), scale);
                 sums[r][b] = s.fma(scaled, s.splat(packed[r].unit[group]), sums[r][b]);
             }
         }

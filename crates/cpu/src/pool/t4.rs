@@ -22,7 +22,8 @@
 //! Measured on two Zen 4 cores (docs/performance.md): 0.4 of the read limit, 0.61 of the time of f16, with four query heads to a KV
 //! head of 128. Two products of bytes per 64 codes and the look-up are the limit.
 use super::quantised::{
-    Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, queries_that_fit, scores_in_pairs,
+    Packed, QUADS, Units, blocks_at, byte_of, lines_from, packed_products, param, put_scores, quads_at,
+    queries_that_fit, scores_in_pairs, units_from,
 };
 use super::{Blocks, Codec, Lines, Q8, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
@@ -154,18 +155,17 @@ impl Packed for T4 {
         for j in (0..whole).step_by(LANES) {
             let mut units = [[[s.splat_i(0); 2]; 2]; R];
             for (at, block) in blocks.list.iter().enumerate() {
-                for quad in 0..LANES / 4 {
-                    let codes = &block.codes[quad * 4 * blocks.row..];
-                    let Some(bytes) = codes[4 * j..].first_chunk() else { break };
-                    s.prefetch(bytes, block.ahead);
-                    let bytes = s.load_bytes(bytes);
+                let Some(lines) = quads_at::<1>(block, blocks.row, j) else { break };
+                if query == 0 {
+                    lines.iter().flat_map(|lines| *lines).for_each(|line| s.prefetch(line, block.ahead));
+                }
+                let weights: [[_; 2]; R] =
+                    std::array::from_fn(|r| [0, 1].map(|part| quads.of_block(part, r, at)));
+                for quad in 0..QUADS {
+                    let bytes = s.load_bytes(&lines[quad][0]);
                     let a = s.lookup(&LEVELS, s.low_nibbles(bytes));
                     let b = s.lookup(&LEVELS, s.high_nibbles(bytes));
-                    for r in 0..R {
-                        let weights = quads.quad(r, at * LANES / 4 + quad);
-                        units[r][0] = s.dot_units(units[r][0], a, weights);
-                        units[r][1] = s.dot_units(units[r][1], b, weights);
-                    }
+                    s.dot_units(&mut units, &[a, b], |r, part| i32::from_le_bytes(weights[r][part][quad]));
                 }
             }
             for r in 0..R {
@@ -246,31 +246,36 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     let mut sums = [[s.splat(0.0); B]; R];
     // Outliers have a byte each, and are the first group if there are any.
     if outliers > 0 {
-        let mut units = Units::<S, R, B>::new(s);
+        let mut units = Units::<S, R, B>::new(s, packed, 0, ZERO);
+        let (asked, lines) = (units_from(packed, 0, outliers), lines_from(&codes, 0, outliers));
         for quad in 0..outliers {
             let mut bytes = [s.splat_i(0); B];
             for b in 0..B {
-                s.prefetch(&codes[b][quad], list[b].ahead);
-                bytes[b] = s.load_bytes(&codes[b][quad]);
+                s.prefetch(&lines[b][quad], list[b].ahead);
+                bytes[b] = s.load_bytes(&lines[b][quad]);
             }
-            units.multiply(s, packed, quad, &bytes);
+            units.multiply(s, &asked, quad, &bytes);
         }
-        units.add(s, packed, 0, list, ZERO, &mut sums);
+        units.add(s, packed, 0, list, &mut sums);
     }
-    let mut units = Units::<S, R, B>::new(s);
-    for quad in outliers..per_row {
+    let group = usize::from(outliers > 0);
+    let mut units = Units::<S, R, B>::new(s, packed, group, ZERO);
+    // The quads of the low halves, then those of the high halves.
+    let n = per_row - outliers;
+    let (low, high) = (units_from(packed, outliers, n), units_from(packed, per_row, n));
+    let rest = lines_from(&codes, outliers, n);
+    for quad in 0..n {
         let (mut a, mut b) = ([s.splat_i(0); B], [s.splat_i(0); B]);
         for i in 0..B {
-            s.prefetch(&codes[i][quad], list[i].ahead);
-            let bytes = s.load_bytes(&codes[i][quad]);
+            s.prefetch(&rest[i][quad], list[i].ahead);
+            let bytes = s.load_bytes(&rest[i][quad]);
             a[i] = s.lookup(&LEVELS, s.low_nibbles(bytes));
             b[i] = s.lookup(&LEVELS, s.high_nibbles(bytes));
         }
-        // The quads of the low halves, then those of the high halves.
-        units.multiply(s, packed, quad, &a);
-        units.multiply(s, packed, per_row - outliers + quad, &b);
+        units.multiply(s, &low, quad, &a);
+        units.multiply(s, &high, quad, &b);
     }
-    units.add(s, packed, usize::from(outliers > 0), list, ZERO, &mut sums);
+    units.add(s, packed, group, list, &mut sums);
     put_scores(s, lines, query, at, &sums);
 }
 

@@ -285,17 +285,11 @@ impl Quads {
         s.sum(sums)
     }
 
-    /// The units, of one byte each, of block `block` of row `row`.
+    /// Part `part` of the units of block `block` of row `row`, four cells together. Units of one byte are part 0.
     #[inline(always)]
-    pub fn bytes(&self, row: usize, block: usize) -> &[[u8; 4]; QUADS] {
-        let units: &[u8; LANES] = &self.parts[0][row].as_chunks().0[block];
+    pub fn of_block(&self, part: usize, row: usize, block: usize) -> &[[u8; 4]; QUADS] {
+        let units: &[u8; LANES] = &self.parts[part][row].as_chunks().0[block];
         units.as_chunks().0.first_chunk().expect("four quads")
-    }
-
-    /// The units of cells `4 * quad..` of row `row`.
-    #[inline(always)]
-    pub fn quad(&self, row: usize, quad: usize) -> [i32; 2] {
-        self.parts.each_ref().map(|rows| i32::from_le_bytes(rows[row].as_chunks().0[quad]))
     }
 }
 
