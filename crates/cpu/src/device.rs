@@ -147,7 +147,7 @@ impl Device for Cpu {
     ) -> Result<Linear, DeviceError> {
         let (outputs, inputs, scale) = (tensor.n_rows(), tensor.row_len(), tensor.factor);
         let (name, encoding) = (tensor.name, resident(tensor.encoding, format, inputs));
-        let bytes = tensor.encoded(encoding);
+        let bytes = tensor.encoded(encoding)?;
         let weight = Matrix::pack(&self.compute, encoding, outputs, inputs, &bytes)
             .map_err(|error| DeviceError::Weights { name: name.into(), what: error.to_string() })?;
         Ok(Linear { weight, scale, bias })

@@ -42,13 +42,22 @@ impl Scratch {
         let per_token = floats.checked_mul(size_of::<f32>())?.checked_add(routes)?;
         let inputs = |width| Inputs::bytes(compute, n, width);
         let inputs = inputs(shape.hidden)?.checked_add(inputs(routing.width)?)?;
-        n.checked_mul(per_token)?.checked_add(inputs)
+        let order = routing.n_experts.checked_mul(size_of::<u32>())?;
+        n.checked_mul(per_token)?.checked_add(order)?.checked_add(inputs)
     }
+}
+
+/// Empties `all` and makes room for `n` elements. The plan counts no more than that: a vector that grows by itself doubles.
+fn begin<T>(all: &mut Vec<T>, n: usize) {
+    all.clear();
+    all.reserve_exact(n);
 }
 
 /// `out = layer(x: [n, x], widths)`, resized.
 fn into(compute: &Compute, layer: &Linear, x: &mut Input<'_>, out: &mut Vec<f32>) {
-    out.resize(x.n() * layer.outputs(), 0.0);
+    let len = x.n() * layer.outputs();
+    out.reserve_exact(len.saturating_sub(out.len()));
+    out.resize(len, 0.0);
     layer.multiply(compute, x, out);
 }
 
@@ -80,7 +89,7 @@ pub fn run(
             // With a single token, all experts share its converted input.
             widen(expert, &mut whole, gate);
         } else {
-            rows.clear();
+            begin(rows, run.len() * hidden);
             for route in run {
                 let first = route.token as usize * hidden;
                 rows.extend_from_slice(&x[first..first + hidden]);
@@ -100,7 +109,7 @@ pub fn run(
 
 /// Selects the experts of each token from the router's output, sorted by expert.
 fn route(routing: &Routing, odds: &mut [f32], order: &mut Vec<u32>, routes: &mut Vec<Route>) {
-    routes.clear();
+    begin(routes, odds.len() / routing.n_experts * routing.used);
     for (token, odds) in odds.chunks_exact_mut(routing.n_experts).enumerate() {
         let max = odds.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let mut sum = 0.0;
@@ -108,7 +117,7 @@ fn route(routing: &Routing, odds: &mut [f32], order: &mut Vec<u32>, routes: &mut
             *odd = (*odd - max).exp();
             sum += *odd;
         }
-        order.clear();
+        begin(order, routing.n_experts);
         order.extend(0..routing.n_experts as u32);
         let likelier = |a: &u32, b: &u32| odds[*b as usize].total_cmp(&odds[*a as usize]).then(a.cmp(b));
         if routing.used < routing.n_experts {
@@ -131,6 +140,52 @@ fn route(routing: &Routing, odds: &mut [f32], order: &mut Vec<u32>, routes: &mut
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arch::Isa;
+    use crate::linear::Matrix;
+    use kvist_device::weights::Encoding;
+
+    /// In batches that grow, all of whose tokens use all experts.
+    #[test]
+    fn buffers_are_as_large_as_planned() {
+        let (hidden, n_experts, width, most) = (32, 3, 64, 23);
+        let routing = Routing { n_experts, used: n_experts, width, renormalise: true };
+        let shape = ModelShape {
+            hidden,
+            n_heads: 1,
+            n_kv_heads: 1,
+            head_dim: hidden,
+            vocab: 1,
+            intermediate: 0,
+            routing: Some(routing),
+            rope_pairs: Vec::new(),
+            features: 0,
+        };
+        let compute = Compute::new(Isa::best(), 1);
+        let linear = |outputs: usize, inputs: usize| {
+            let bytes = 0.5f32.to_le_bytes().repeat(outputs * inputs);
+            let weight = Matrix::pack(&compute, Encoding::F32, outputs, inputs, &bytes).unwrap();
+            Linear { weight, scale: 1.0, bias: None }
+        };
+        let stack = |outputs, inputs| (0..n_experts).map(|_| linear(outputs, inputs)).collect();
+        let layer = Experts::<Cpu> {
+            router: linear(n_experts, hidden),
+            gate: stack(width, hidden),
+            up: stack(width, hidden),
+            down: stack(hidden, width),
+            routing,
+        };
+        let (mut scratch, mut inputs) = (Scratch::default(), Inputs::default());
+        for n in [1, 2, 13, 14, most] {
+            let (x, mut out) = (vec![0.5; n * hidden], vec![0.0; n * hidden]);
+            run(&compute, &layer, Activation::Silu, &x, &mut inputs, &mut scratch, &mut out);
+        }
+        let Scratch { gate, up, odds, routes, order, rows, output, .. } = &scratch;
+        let floats = [gate, up, odds, rows, output].map(Vec::capacity).iter().sum::<usize>();
+        let bytes = size_of::<Route>() * routes.capacity() + 4 * (floats + order.capacity());
+        let inputs = [hidden, width].map(|width| Inputs::bytes(&compute, most, width).unwrap());
+        let planned = Scratch::bytes(&compute, most, &shape).unwrap() - inputs.iter().sum::<usize>();
+        assert_eq!(bytes, planned);
+    }
 
     #[test]
     fn each_token_goes_to_its_likeliest() {

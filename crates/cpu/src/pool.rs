@@ -282,7 +282,7 @@ pub struct Segment {
 pub struct RowStore {
     pub shape: Geometry,
     segments: Vec<Segment>,
-    /// True once a value that is not finite was stored.
+    /// True once a value that is not finite was stored. It may be gone since.
     broken: bool,
     /// For every head, the channels in the order in which they are stored; empty if they are stored in their original
     /// order.

@@ -30,6 +30,13 @@ pub fn usage(spec: &PoolSpec, growth: Growth, compute: &Compute, cells: &[u32]) 
     if [spec.k, spec.v].iter().any(|storage| storage.group == 0) {
         return None;
     }
+    let kv = kv_bytes(spec, growth, cells)?;
+    let scratch = Scratch::bytes(spec, compute)?.checked_add(RecentRows::bytes(spec)?)?;
+    Some(Usage::default().with(Purpose::KvCache, kv).with(Purpose::Scratch, scratch))
+}
+
+/// Bytes of K and V for `cells` cells of each group. `None` on overflow.
+fn kv_bytes(spec: &PoolSpec, growth: Growth, cells: &[u32]) -> Option<u64> {
     let mut kv = 0u64;
     for (_, layer) in spec.layout.owners() {
         let group = layer.group.0 as usize;
@@ -38,8 +45,7 @@ pub fn usage(spec: &PoolSpec, growth: Growth, compute: &Compute, cells: &[u32]) 
             sides(spec, layer).iter().try_fold(0u64, |sum, side| sum.checked_add(side.bytes(reserved)?))?;
         kv = kv.checked_add(layer)?;
     }
-    let scratch = Scratch::bytes(spec, compute)?.checked_add(RecentRows::bytes(spec)?)?;
-    Some(Usage::default().with(Purpose::KvCache, kv).with(Purpose::Scratch, scratch))
+    Some(kv)
 }
 
 pub struct CpuPools {

@@ -25,6 +25,23 @@ impl std::error::Error for CompileError {}
 /// Code for compute capability 9.0 and for no other one: it can have the instructions of warpgroups.
 const WARPGROUPS: &str = "sm_90a";
 
+/// Compute capabilities of Tegra chips. Their code runs on no other GPU of the same major version.
+const TEGRA: [i32; 3] = [72, 87, 101];
+
+/// What a compiler of this version, which knows some compute capabilities, compiles for a GPU: the newest code that runs there. `None` if
+/// the GPU is too old for it.
+fn target(known: &[i32], wanted: i32, version: (i32, i32)) -> Option<String> {
+    let older = |known: &&i32| **known == wanted || **known < wanted && !TEGRA.contains(known);
+    let older = || known.iter().filter(older);
+    // Code for 8.0 runs on 8.6, but not on 9.0; PTX for 8.0 runs on all of them.
+    match older().filter(|known| **known / 10 == wanted / 10).max() {
+        // With the instructions that only this GPU has. CUDA 12 is the first with such code.
+        Some(90) if wanted == 90 && version.0 >= 12 => Some(WARPGROUPS.into()),
+        Some(known) => Some(format!("sm_{known}")),
+        None => older().max().map(|known| format!("compute_{known}")),
+    }
+}
+
 /// A compiled kernel.
 #[derive(Clone, Debug)]
 pub struct Image {
@@ -79,20 +96,12 @@ impl Compiler {
         }
         let known = nvrtc.architectures().map_err(failed)?;
         let wanted = 10 * major + minor;
-        // Code for 8.0 runs on 8.6, but not on 9.0; PTX for 8.0 runs on all of them.
-        let same = known.iter().filter(|known| **known / 10 == major && **known <= wanted).max();
-        let target = match (same, known.iter().filter(|known| **known <= wanted).max()) {
-            // With the instructions that only this GPU has. CUDA 12 is the first with such code.
-            (Some(90), _) if wanted == 90 && version.0 >= 12 => WARPGROUPS.into(),
-            (Some(known), _) => format!("sm_{known}"),
-            (None, Some(older)) => format!("compute_{older}"),
-            (None, None) => {
-                return Err(error(format!(
-                    "NVRTC of CUDA {}.{} does not compile for GPUs of compute capability {major}.{minor}: install an older one",
-                    version.0, version.1
-                )));
-            }
-        };
+        let target = target(&known, wanted, version).ok_or_else(|| {
+            error(format!(
+                "NVRTC of CUDA {}.{} does not compile for GPUs of compute capability {major}.{minor}: install an older one",
+                version.0, version.1
+            ))
+        })?;
         Ok(Compiler { nvrtc, version, target, cache: installation.cache.clone() })
     }
 
@@ -187,4 +196,30 @@ fn keep(file: &PathBuf, bytes: &[u8]) -> std::io::Result<()> {
     fs::rename(&beside, file).inspect_err(|_| {
         let _ = fs::remove_file(&beside);
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A GPU whose own code the compiler does not know got that of a Tegra chip, which does not load there.
+    #[test]
+    fn code_of_tegra_chips_is_for_them_alone() {
+        let of_12_8 = [50, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 120];
+        let of_11_4 = [35, 50, 70, 72, 75, 80, 86, 87];
+        for (known, wanted, version, expected) in [
+            (&of_12_8[..], 103, (12, 8), Some("sm_100")),
+            (&of_12_8, 101, (12, 8), Some("sm_101")),
+            (&of_12_8, 87, (12, 8), Some("sm_87")),
+            (&of_12_8, 90, (12, 8), Some("sm_90a")),
+            (&of_12_8, 121, (12, 8), Some("sm_120")),
+            (&of_12_8, 110, (12, 8), Some("compute_100")),
+            (&of_11_4, 89, (11, 4), Some("sm_86")),
+            (&of_11_4, 90, (11, 4), Some("compute_86")),
+            (&of_11_4, 75, (11, 4), Some("sm_75")),
+            (&of_11_4, 30, (11, 4), None),
+        ] {
+            assert_eq!(target(known, wanted, version).as_deref(), expected, "{wanted} by {version:?}");
+        }
+    }
 }

@@ -142,6 +142,12 @@ pub trait Footprint: Send + Sync {
     /// [`Device::stream`] allocate for a decoder of this shape. `None` on overflow.
     fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64>;
 
+    /// Bytes that [taps](StepInputs::taps) take in addition, from the first step that has some on, if a token's rows of all of them have
+    /// `width` elements. A device that counts none says 0. `None` on overflow.
+    fn tap_bytes(&self, _width: usize, _limits: &StepLimits) -> Option<u64> {
+        Some(0)
+    }
+
     /// How many of the [`activation_bytes`](Self::activation_bytes) lie in the host's memory, on a device that has its own:
     /// what is uploaded and read back. `None` on overflow.
     fn host_bytes(&self, _shape: &ModelShape, _limits: &StepLimits) -> Option<u64> {

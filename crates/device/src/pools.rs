@@ -265,7 +265,8 @@ pub trait Pools: Send {
         None
     }
 
-    /// Copies the stored bytes of the blocks of cells `0..cells` of a layer, for a file that other pools [`map`](Self::map).
+    /// Copies the stored bytes of cells `0..cells` of a layer in whole blocks, for a file that other pools [`map`](Self::map). What the
+    /// last block stores behind these cells is not copied: it is zero.
     ///
     /// # Errors
     /// These pools map no files, the layer borrows K and V, or the pools have not grown to these cells.

@@ -8,6 +8,7 @@ mod exact;
 pub mod round;
 pub mod super_blocks;
 
+use crate::error::DeviceError;
 pub use encoding::{Encoding, WeightFormat};
 use std::borrow::Cow;
 
@@ -37,16 +38,20 @@ impl<'s> FileTensor<'s> {
 
     /// The tensor in `resident`, without the factor: f32, q8_0, int8 or the tensor's own [`Encoding::exact`]. Decodes only
     /// if the encoding changes.
-    pub fn encoded(self, resident: Encoding) -> Cow<'s, [u8]> {
-        match resident {
-            same if same == self.encoding.exact() => exact::exact(self.encoding, self.bytes),
-            Encoding::Q8_0 => Cow::Owned(round::to_q8_0(&self.decoded())),
-            Encoding::Int8 => {
-                let row = self.row_len();
-                Cow::Owned(round::to_int8(&self.decoded(), row))
-            }
-            _ => Cow::Owned(self.decoded().iter().flat_map(|x| x.to_le_bytes()).collect()),
-        }
+    ///
+    /// # Errors
+    /// Other weights become q8_0 or int8, and one of them is NaN, infinite or too large for that.
+    pub fn encoded(self, resident: Encoding) -> Result<Cow<'s, [u8]>, DeviceError> {
+        let (name, row) = (self.name, self.row_len());
+        let rounded = match resident {
+            same if same == self.encoding.exact() => return Ok(exact::exact(self.encoding, self.bytes)),
+            Encoding::Q8_0 => round::to_q8_0(&self.decoded()),
+            Encoding::Int8 => round::to_int8(&self.decoded(), row),
+            _ => Ok(self.decoded().iter().flat_map(|x| x.to_le_bytes()).collect()),
+        };
+        let refused =
+            |error: round::NoCode| DeviceError::Weights { name: name.into(), what: error.to_string() };
+        rounded.map(Cow::Owned).map_err(refused)
     }
 
     /// Every element as f32, with the factor.

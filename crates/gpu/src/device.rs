@@ -11,7 +11,7 @@ use crate::pools::{DeviceRows, GpuPools};
 use crate::rotation::Rotation;
 use crate::several::{self, Several, numbers, routed_together, together};
 use crate::shared::bytes_of;
-use crate::stream::{ANSWER, Buffer, Stream, Tap, f32s, read_rows, read_taps, reserve_taps};
+use crate::stream::{ANSWER, Buffer, Stream, f32s, read_rows};
 use crate::weights::{self, Linear};
 use kvist_cache::StepPlan;
 use kvist_device::weights::{FileTensor, WeightFormat};
@@ -79,7 +79,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     ) -> Result<Linear<D>, DeviceError> {
         let (shape, factor, name) = ((tensor.n_rows(), tensor.row_len()), tensor.factor, tensor.name);
         let encoding = tensor.encoding.resident(format, shape.1);
-        Linear::new(&*self.gpu, name, encoding, shape, &tensor.encoded(encoding), factor, bias)
+        Linear::new(&*self.gpu, name, encoding, shape, &tensor.encoded(encoding)?, factor, bias)
     }
     fn stack<'t, E: From<DeviceError>>(
         &self,
@@ -132,22 +132,14 @@ impl<D: Driver> Device for GpuDevice<D> {
         s.failed = None;
         s.recorder.restart();
         s.rotations.clear();
-        if pools.grows(plan) {
-            s.recorder.forget(); // or the bind groups would keep every smaller buffer
-        }
         pools.begin(plan)?;
-        if s.generation != pools.generation {
-            s.recorder.forget();
-            s.generation = pools.generation;
-        }
         s.n_tokens = plan.n_tokens();
         if !inputs.tokens.is_empty() {
             self.gpu.write(&s.tokens, 0, &bytes_of(inputs.tokens));
         }
         plan.positions(&mut s.positions);
         s.upload_angles(&*self.gpu);
-        s.taps.iter_mut().flatten().for_each(|tap| tap.used = false);
-        s.tap_bytes.get_or_insert_with(|| Reservation::empty(pools.budget(), Purpose::Activations));
+        s.taps.begin(pools.budget());
         s.output.taps.resize_with(inputs.taps.len(), Vec::new);
         s.want_rows(&*self.gpu, inputs.rows);
         s.step = Some(plan.id());
@@ -419,23 +411,12 @@ impl<D: Driver> Device for GpuDevice<D> {
         s.rotate(&*self.gpu);
         let n = s.n(x.rows);
         let Some(from) = x.get() else { return };
-        if s.taps.len() <= i {
-            s.taps.resize_with(i + 1, || None);
-        }
-        if s.taps[i].as_ref().is_none_or(|tap| tap.width != x.width) {
-            let bytes = f32s(s.limits.max_tokens, x.width as usize).unwrap_or(u64::MAX);
-            if let Err(error) = reserve_taps(&mut s.tap_bytes, bytes) {
-                return s.fail(error);
+        match s.taps.write(&*self.gpu, i, (s.limits.max_tokens, x.width)) {
+            Ok(tap) => {
+                let op = (RowsOp::Copy, None);
+                copy_rows(&*self.gpu, &mut s.recorder, op, (Some(from), x.width), (tap, x.width, 0), n);
             }
-            match self.gpu.buffer("taps", bytes) {
-                Ok(data) => s.taps[i] = Some(Tap { data, width: x.width, used: false }),
-                Err(error) => return s.fail(error),
-            }
-        }
-        if let Some(tap) = &mut s.taps[i] {
-            tap.used = true;
-            let to = (&tap.data, x.width, 0);
-            copy_rows(&*self.gpu, &mut s.recorder, (RowsOp::Copy, None), (Some(from), x.width), to, n);
+            Err(error) => s.fail(error),
         }
     }
 
@@ -498,7 +479,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         }
         s.running.clear();
         read_rows(&*self.gpu, s)?;
-        read_taps(&*self.gpu, s)?;
+        s.taps.read(&*self.gpu, s.n_tokens, &mut s.output.taps)?;
         Ok(LayersRan(step))
     }
 

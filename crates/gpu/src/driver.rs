@@ -23,7 +23,8 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
     const NAME: &'static str;
     /// Whether it has [`arena`](Self::arena)s.
     const HAS_ARENAS: bool = false;
-    /// Memory on the device, or memory of the host that results are copied to ([`staging`](Self::staging)).
+    /// Memory on the device, or memory of the host that results are copied to ([`staging`](Self::staging)). It is free once the buffer is
+    /// dropped and no submission uses it.
     type Buffer: Debug + Send + Sync;
     type Recorder: Recorder;
     /// Names what was submitted.
@@ -302,12 +303,10 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
     }
 }
 
-/// Operations that were recorded and not submitted yet.
+/// Operations that were recorded and not submitted yet. What a driver keeps for later ones keeps no buffer alive.
 pub trait Recorder: Default + Debug + Send {
     /// Discards them.
     fn restart(&mut self);
-    /// Drops what the recorder keeps for later steps, and with it references to buffers that have been replaced.
-    fn forget(&mut self);
 }
 
 /// How bytes of the host reach the device.

@@ -4,6 +4,7 @@ use crate::driver::{Driver, Limits};
 use crate::form::Form;
 use crate::kernels::{ATTEND_ROWS, MAX_GROUPS, attend_workgroup_bytes};
 use crate::stream::{StreamBytes, f32s};
+use crate::taps;
 use crate::weights;
 use kvist_device::weights::{Encoding, WeightFormat};
 use kvist_device::*;
@@ -49,6 +50,10 @@ impl<D: Driver> Footprint for GpuDevice<D> {
             .into_iter()
             .try_fold(0u64, |sum, (rows, width)| sum.checked_add(f32s(rows.max(limits), *width)?))?;
         sum.checked_add(StreamBytes::new(shape, limits, self.gpu.has_halves())?.total()?)
+    }
+
+    fn tap_bytes(&self, width: usize, limits: &StepLimits) -> Option<u64> {
+        taps::tap_bytes(limits.max_tokens, width)
     }
 
     fn pins_blocks(&self) -> bool {

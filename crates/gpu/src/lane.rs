@@ -507,7 +507,6 @@ impl<D: Driver> Lane<D> {
         let submissions: Vec<_> = self.running.iter().map(|running| running.submission.clone()).collect();
         submissions.iter().try_for_each(|submission| self.end(submission))?;
         self.collect();
-        self.recorder.forget();
         Ok(())
     }
 }

@@ -26,6 +26,10 @@ mod shared;
 mod side;
 mod stream;
 mod tables;
+mod taps;
+#[cfg(test)]
+mod test_driver;
+mod unplanned;
 mod weights;
 
 pub use device::Vector;
@@ -98,7 +102,7 @@ impl<D: Driver> Backend for GpuDevice<D> {
         Ok(Box::new(GpuPools::new(&self.gpu, spec)?))
     }
     /// K and V grow as [`kvist_device::reserved_cells`] says. A cache whose sequences are scattered cell by cell may need
-    /// longer plans than counted here; that memory is reserved as scratch when a step needs it, or the step is refused.
+    /// longer plans than counted here; that memory is reserved as scratch, in addition, when a step needs it, or the step is refused.
     fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
         pools::usage(spec, cells)
     }

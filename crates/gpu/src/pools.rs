@@ -3,15 +3,18 @@
 //! A side of a layer is `[kv_heads, cells, words]` (`side.rs`). Rows are whole words: f16 and bf16 rows of an odd length have
 //! one unused element; packed rows are codes, then scales (`form.rs`). Packed sides may keep the newest rows in f16 as
 //! well (`recents.rs`). Pools grow by doubling, as
-//! [`reserved_cells`](kvist_device::reserved_cells) says: one buffer after the other is replaced by a larger one, to
+//! [`reserved_cells`](kvist_device::reserved_cells) says: layer after layer, K and V are replaced by larger buffers, to
 //! which the device copies the rows. While it does, both exist; the budget counts what remains.
 //!
 //! Attention without a model passes rows in host memory: they are uploaded, and the call waits for the result.
 mod inspect;
 mod layer;
 mod memory;
+mod owned;
 mod recent_rows;
 mod resize;
+#[cfg(test)]
+mod tests;
 mod transfers;
 
 use crate::driver::{Driver, Recorder};
@@ -21,32 +24,19 @@ use crate::recents::Recents;
 use crate::shared::bytes_of;
 use crate::side::{PoolSide, copy_cells};
 use crate::tables::{Lowering, Tables};
+use crate::unplanned::Unplanned;
 use inspect::Mirror;
 use kvist_cache::*;
 use kvist_device::*;
 pub use layer::DeviceRows;
 use memory::ScratchBytes;
 pub use memory::{host_bytes, usage};
+use owned::Owned;
 use std::sync::{Arc, Mutex, PoisonError};
 use transfers::Transfers;
 
 /// Kernels have a dimension of workgroups for tokens.
 const MAX_STEP_TOKENS: u32 = crate::kernels::MAX_GROUPS;
-
-#[derive(Debug)]
-struct Owned<D: Driver> {
-    k: PoolSide<D>,
-    v: PoolSide<D>,
-    /// The channels of keys in stored order, `[kv_heads, dim]`, if they are reordered: on the host and on the device.
-    order: Option<(Vec<u32>, D::Buffer)>,
-}
-
-impl<D: Driver> Owned<D> {
-    /// Whether each side is one buffer.
-    fn is_whole(&self) -> bool {
-        self.k.parts.len() == 1 && self.v.parts.len() == 1
-    }
-}
 
 /// Buffers for rows in host memory.
 #[derive(Debug)]
@@ -75,8 +65,8 @@ pub struct GpuPools<D: Driver> {
     counters: KvCounters,
     transfers: Transfers<D>,
     mirror: Mutex<Mirror>,
-    /// Changes when a buffer is replaced: bind groups of earlier generations keep it alive.
-    pub generation: u64,
+    /// Longer plans than [`scratch`](Self::scratch) has.
+    long_plans: Unplanned,
 }
 
 /// The plan of a layer group on the device.
@@ -163,7 +153,7 @@ impl<D: Driver> GpuPools<D> {
             counters: KvCounters::default(),
             transfers: Transfers::new(gpu),
             mirror: Mutex::default(),
-            generation: 0,
+            long_plans: Unplanned::none(&spec.budget, Purpose::Scratch),
             gpu: gpu.clone(),
             spec: spec.clone(),
         })
@@ -186,16 +176,12 @@ impl<D: Driver> GpuPools<D> {
         };
         let mut more = 0u64;
         for (layer, owned) in self.spec.layout.layers.iter().zip(&self.layers) {
-            let Some(owned) = owned else { continue };
-            for side in [&owned.k, &owned.v] {
-                if cells_end(layer.group) > side.cells {
-                    let target = reserved(&self.spec, layer.group);
-                    let bytes = side.bytes(target).ok_or_else(overflow)?;
-                    more = more
-                        .checked_add(bytes - side.bytes(side.cells).ok_or_else(overflow)?)
-                        .ok_or_else(overflow)?;
-                }
-            }
+            let Some(owned) = owned.as_ref().filter(|owned| cells_end(layer.group) > owned.cells()) else {
+                continue;
+            };
+            let bytes = owned.bytes(reserved(&self.spec, layer.group)).ok_or_else(overflow)?;
+            let grown = bytes - owned.bytes(owned.cells()).ok_or_else(overflow)?;
+            more = more.checked_add(grown).ok_or_else(overflow)?;
         }
         if more == 0 {
             return Ok(());
@@ -203,30 +189,18 @@ impl<D: Driver> GpuPools<D> {
         self.ledger.grow(more)?;
         self.replace_buffers();
         for (layer, owned) in self.spec.layout.layers.iter().zip(&mut self.layers) {
-            let Some(owned) = owned else { continue };
-            for side in [&mut owned.k, &mut owned.v] {
-                if cells_end(layer.group) <= side.cells {
-                    continue;
-                }
-                let target = reserved(&self.spec, layer.group);
-                let bytes = side.bytes(target).zip(side.bytes(side.cells)).map_or(0, |(new, old)| new - old);
-                if let Err(error) = side.resize(&*self.gpu, &mut self.recorder, target) {
-                    self.ledger.shrink(more);
-                    return Err(error);
-                }
-                more -= bytes;
+            let Some(owned) = owned.as_mut().filter(|owned| cells_end(layer.group) > owned.cells()) else {
+                continue;
+            };
+            let target = reserved(&self.spec, layer.group);
+            let bytes = owned.bytes(target).zip(owned.bytes(owned.cells())).map_or(0, |(new, old)| new - old);
+            if let Err(error) = owned.resize(&*self.gpu, &mut self.recorder, target) {
+                self.ledger.shrink(more);
+                return Err(error);
             }
+            more -= bytes;
         }
         Ok(())
-    }
-
-    /// Whether a step replaces buffers.
-    pub fn grows(&self, plan: &StepPlan) -> bool {
-        let mut layers = self.spec.layout.layers.iter().zip(&self.layers);
-        layers.any(|(layer, owned)| {
-            let cells = owned.as_ref().map(|owned| owned.k.cells.min(owned.v.cells));
-            cells.is_some_and(|cells| plan.group(layer.group).cells_end > cells)
-        })
     }
 
     /// Lowers the plan and uploads it. A plan that is longer than any before takes more memory.
@@ -245,16 +219,14 @@ impl<D: Driver> GpuPools<D> {
             if words > group.capacity_words {
                 let capacity = words.checked_next_power_of_two().unwrap_or(words);
                 let more = 2 * 4 * (capacity - group.capacity_words);
-                self.scratch.grow(more)?;
+                self.long_plans.grow(more)?;
                 match self.gpu.buffer("plan of a step", 4 * capacity) {
                     Ok(buffer) => (group.plan, group.capacity_words) = (buffer, capacity),
                     Err(error) => {
-                        self.scratch.shrink(more);
+                        self.long_plans.shrink(more);
                         return Err(error);
                     }
                 }
-                self.generation += 1;
-                self.recorder.forget();
             }
             if !group.tables.words.is_empty() {
                 self.gpu.write(&group.plan, 0, &bytes_of(&group.tables.words));
@@ -318,8 +290,10 @@ fn check<D: Driver>(gpu: &D, spec: &PoolSpec) -> Result<(), DeviceError> {
     }
     spec.recent.check()?;
     for (_, layer) in spec.layout.owners() {
-        Form::new(spec.k, layer.k_dim)?;
-        Form::new(spec.v, layer.k_dim)?;
+        for storage in [spec.k, spec.v] {
+            let side = PoolSide::<D>::new(storage, layer.n_kv_heads, layer.k_dim)?;
+            side.check(gpu, spec.capacity_cells[usize::from(layer.group.0)])?;
+        }
     }
     Ok(())
 }
@@ -328,7 +302,7 @@ fn check<D: Driver>(gpu: &D, spec: &PoolSpec) -> Result<(), DeviceError> {
 fn cells_of<D: Driver>(layout: &Layout, layers: &[Option<Owned<D>>], group: GroupId) -> u32 {
     let owners = layout.layers.iter().zip(layers).filter(|(layer, _)| layer.group == group);
     let owners = owners.filter_map(|(_, owned)| owned.as_ref());
-    owners.map(|owned| owned.k.cells.min(owned.v.cells)).min().unwrap_or(0)
+    owners.map(Owned::cells).min().unwrap_or(0)
 }
 
 /// The channels of a layer's keys in stored order, if they are reordered: their own order, if none is given.

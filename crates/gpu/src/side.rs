@@ -5,6 +5,9 @@ use crate::kernels::Kernel;
 use kvist_cache::CellCopy;
 use kvist_device::{DeviceError, Storage};
 
+/// Neighbouring heads in one buffer: the first one, how many, and the buffer.
+type Part<D> = (u32, u32, <D as Driver>::Buffer);
+
 /// K or V of a layer.
 #[derive(Debug)]
 pub struct PoolSide<D: Driver> {
@@ -14,8 +17,8 @@ pub struct PoolSide<D: Driver> {
     pub dim: u32,
     pub words: u32, // of a row
     pub cells: u32,
-    /// First head and buffer of each part, in order.
-    pub parts: Vec<(u32, u32, D::Buffer)>,
+    /// In order.
+    pub parts: Vec<Part<D>>,
 }
 
 impl<D: Driver> PoolSide<D> {
@@ -50,8 +53,11 @@ impl<D: Driver> PoolSide<D> {
         })
     }
 
-    /// Replaces the buffers by larger or smaller ones, with the cells that both have. On `Err` nothing has changed.
-    pub fn resize(&mut self, gpu: &D, recorder: &mut D::Recorder, cells: u32) -> Result<(), DeviceError> {
+    /// New buffers for so many cells: zeros, until [`copies_to`](Self::copies_to) have run.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check), or the device has no memory.
+    pub fn parts_for(&self, gpu: &D, cells: u32) -> Result<Vec<Part<D>>, DeviceError> {
         let per_part = self.check(gpu, cells)?;
         let mut parts = Vec::new();
         for first in (0..self.heads).step_by(per_part as usize).filter(|_| cells > 0) {
@@ -59,6 +65,11 @@ impl<D: Driver> PoolSide<D> {
             let bytes = u64::from(self.words) * 4 * u64::from(heads) * u64::from(cells);
             parts.push((first, heads, gpu.buffer("KV cache", bytes)?));
         }
+        Ok(parts)
+    }
+
+    /// Copies of the cells that this side has to buffers for `cells` cells, as far as those go.
+    pub fn copies_to<'a>(&'a self, parts: &'a [Part<D>], cells: u32) -> Vec<BufferCopy<'a, D>> {
         // Head by head, because a part of the new buffers may have other heads than one of the old.
         let mut copies = Vec::new();
         let row = u64::from(self.words) * 4;
@@ -72,14 +83,7 @@ impl<D: Driver> PoolSide<D> {
                 copies.push(BufferCopy { from, from_byte: source, to, to_byte: target, bytes });
             }
         }
-        if !copies.is_empty() {
-            let done = gpu.submit(recorder, &copies);
-            // The old buffers are free only then.
-            gpu.wait(&done)?;
-        }
-        drop(copies);
-        (self.parts, self.cells) = (parts, cells);
-        Ok(())
+        copies
     }
 }
 

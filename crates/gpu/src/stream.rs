@@ -3,6 +3,7 @@ use crate::driver::{BufferCopy, Driver};
 use crate::kernels::halves_bytes;
 use crate::linear::Halves;
 use crate::rotation::Rotation;
+use crate::taps::Taps;
 use kvist_cache::StepId;
 use kvist_device::*;
 use std::ops::Range;
@@ -37,23 +38,12 @@ pub struct ExpertRows<D: Driver> {
     pub up: D::Buffer,     // [tokens, used, width], then the outputs: [tokens, used, hidden]
 }
 
-/// A tap of the current step.
-#[derive(Debug)]
-pub struct Tap<D: Driver> {
-    pub data: D::Buffer, // [tokens, width]
-    pub width: u32,
-    /// Whether this step has written it.
-    pub used: bool,
-}
-
 /// The inputs and results of a step, and its recorded operations.
 #[derive(Debug)]
 pub struct Stream<D: Driver> {
     pub limits: StepLimits,
     pub step: Option<StepId>,
     pub recorder: D::Recorder,
-    /// The generation of the pools that the recorder's bind groups refer to.
-    pub generation: u64,
     pub n_tokens: u32,
     pub positions: Vec<u32>,
     pub ropes: Vec<RopeTable>,
@@ -68,13 +58,10 @@ pub struct Stream<D: Driver> {
     pub experts: Option<ExpertRows<D>>,
     /// The inputs of a linear layer, and those of the experts' last layer.
     pub halves: [Option<Halves<D>>; 2],
-    pub taps: Vec<Option<Tap<D>>>,
+    pub taps: Taps<D>,
     pub vocab: u32,
     /// Per wanted row: how many tokens the device finds; 0 if the host reads its logits.
     pub top: Vec<u32>,
-    pub tap_staging: Option<(D::Buffer, u64)>,
-    /// Bytes of the taps and their staging.
-    pub tap_bytes: Option<Reservation>,
     pub submitted: Ticket,
     /// Submitted, and not waited for yet.
     pub running: Vec<(Ticket, D::Submission)>,
@@ -170,7 +157,6 @@ impl<D: Driver> Stream<D> {
             limits: *limits,
             step: None,
             recorder: D::Recorder::default(),
-            generation: 0,
             n_tokens: 0,
             positions: Vec::with_capacity(limits.max_tokens),
             ropes: ropes.to_vec(),
@@ -183,11 +169,9 @@ impl<D: Driver> Stream<D> {
             staging: gpu.staging("results of a step", bytes.logits + bytes.answers)?,
             experts,
             halves: [Halves::new(gpu, bytes.halves[0])?, Halves::new(gpu, bytes.halves[1])?],
-            taps: Vec::new(),
+            taps: Taps::default(),
             vocab: u32::try_from(shape.vocab).map_err(|_| overflow())?,
             top: Vec::new(),
-            tap_staging: None,
-            tap_bytes: None,
             submitted: Ticket::START,
             running: Vec::new(),
             failed: None,
@@ -234,6 +218,9 @@ impl<D: Driver> Stream<D> {
     }
 
     /// Submits what was recorded, and copies of what the host reads of it.
+    ///
+    /// # Errors
+    /// There is no memory for the taps. Nothing is submitted then.
     pub fn submit(&mut self, gpu: &D) -> Result<D::Submission, DeviceError> {
         let row = u64::from(self.vocab) * 4;
         let n = self.top.len() as u64;
@@ -256,21 +243,7 @@ impl<D: Driver> Stream<D> {
             let answers = n * u64::from(ANSWER) * 4;
             copies.push(copy(&self.answers, 0, &self.staging, n * row, answers));
         }
-        let taps = || self.taps.iter().flatten().filter(|tap| tap.used);
-        let tap_bytes: u64 = taps().map(|tap| u64::from(self.n_tokens) * u64::from(tap.width) * 4).sum();
-        let staged = self.tap_staging.as_ref().map_or(0, |staging| staging.1);
-        if tap_bytes > staged {
-            reserve_taps(&mut self.tap_bytes, tap_bytes - staged)?;
-            self.tap_staging = Some((gpu.staging("taps", tap_bytes)?, tap_bytes));
-        }
-        if let Some((staging, _)) = &self.tap_staging {
-            let mut at = 0;
-            for tap in taps() {
-                let bytes = u64::from(self.n_tokens) * u64::from(tap.width) * 4;
-                copies.push(copy(&tap.data, 0, staging, at, bytes));
-                at += bytes;
-            }
-        }
+        copies.extend(self.taps.copies(gpu, self.n_tokens)?);
         Ok(gpu.submit(&mut self.recorder, &copies))
     }
 
@@ -347,30 +320,4 @@ pub fn read_rows<D: Driver>(gpu: &D, s: &mut Stream<D>) -> Result<(), DeviceErro
     };
     output.answer_from(vocab, rows.iter().map(answer));
     Ok(())
-}
-
-/// Reserves bytes for taps, before they are allocated.
-pub fn reserve_taps(reserved: &mut Option<Reservation>, bytes: u64) -> Result<(), DeviceError> {
-    match reserved {
-        Some(reserved) => Ok(reserved.grow(bytes)?),
-        None => Ok(()), // no step has begun
-    }
-}
-
-/// Reads the taps of the step.
-pub fn read_taps<D: Driver>(gpu: &D, s: &mut Stream<D>) -> Result<(), DeviceError> {
-    let Stream { output, taps, tap_staging: Some((staging, _)), n_tokens, .. } = s else { return Ok(()) };
-    let len = |tap: &Tap<D>| *n_tokens as usize * tap.width as usize;
-    let used =
-        || taps.iter().enumerate().filter_map(|(i, tap)| Some((i, tap.as_ref().filter(|tap| tap.used)?)));
-    let total: usize = used().map(|(_, tap)| len(tap)).sum();
-    gpu.read(staging, 0..4 * total as u64, |bytes| {
-        let mut values = bytes.as_chunks::<4>().0.iter().map(|x| f32::from_le_bytes(*x));
-        for (i, tap) in used() {
-            if let Some(out) = output.taps.get_mut(i) {
-                out.clear();
-                out.extend(values.by_ref().take(len(tap)));
-            }
-        }
-    })
 }

@@ -30,6 +30,7 @@ mod tests;
 
 use crate::kernels::ATTEND_ROWS;
 use entries::{Entry, Tile, distribute, push_bits};
+use kvist_cache::kinds::BLOCK_TOKENS;
 use kvist_cache::{GroupId, GroupPlan, PlannedSpan, ReadItem, Reads};
 use kvist_device::RecentPlan;
 use schedule::{Schedule, Wide};
@@ -99,10 +100,18 @@ struct Scratch {
     schedule: Schedule,
 }
 
-/// Words for which pools reserve memory at the start. Caches whose sequences are scattered cell by cell may need more.
+/// Most entries of tiles that read block by block for which pools reserve memory at the start: 36 MiB.
+const USUAL_ENTRIES: u64 = 1 << 20;
+
+/// Words for which pools reserve memory at the start: all that the largest step needs, as far as sequences consist of whole blocks, and
+/// [`USUAL_ENTRIES`] are enough for them. Caches whose sequences are scattered cell by cell may need more.
 pub fn usual_words(capacity: u32, max_step_tokens: u32, recent_tokens: u32) -> u64 {
     let tokens = u64::from(max_step_tokens);
-    let entries = u64::from(capacity / 4) + 8 * tokens + 64;
+    // Texts that are generated side by side take blocks in turn, so each block may be a run of its own, with an entry in every tile of
+    // queries. A split has one more at its end, and a unit.
+    let runs = capacity.div_ceil(BLOCK_TOKENS) + capacity / (SPLIT / 2) + 2;
+    let by_blocks = (u64::from(max_step_tokens.div_ceil(TILE)) * u64::from(runs)).min(USUAL_ENTRIES);
+    let entries = by_blocks.max(u64::from(capacity / 4)) + 8 * tokens + 64;
     let recents = if recent_tokens > 0 { tokens * (2 + 2 * u64::from(recent_tokens)) } else { 0 };
     ENTRY as u64 * entries + recents
 }

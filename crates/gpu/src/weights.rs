@@ -183,7 +183,7 @@ pub fn stack<'t, D: Driver, E: From<DeviceError>>(
             );
             return Err(DeviceError::Weights { name: name.into(), what }.into());
         }
-        upload.push(name, &tensor.encoded(encoding))?;
+        upload.push(name, &tensor.encoded(encoding)?)?;
         biases.extend(bias.into_iter().flatten());
     }
     let missing = || DeviceError::Unsupported("a routed layer without experts".into());

@@ -134,7 +134,7 @@ impl Device for Recording {
     ) -> Result<Linear, DeviceError> {
         let outputs = tensor.n_rows();
         let weights = tensor.encoding.resident(format, tensor.row_len());
-        let bytes = tensor.encoded(weights).len() + 4 * bias.map_or(0, |bias| bias.len());
+        let bytes = tensor.encoded(weights)?.len() + 4 * bias.map_or(0, |bias| bias.len());
         self.log.allocate(Purpose::Weights, bytes as u64);
         Ok(Linear { outputs })
     }

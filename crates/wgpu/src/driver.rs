@@ -1,6 +1,7 @@
 //! An adapter that was opened: buffers, pipelines, submissions, and what went wrong.
 //!
 //! wgpu reports most errors through a callback. The first one is kept, and `check` returns it from then on.
+mod bind_groups;
 mod clock;
 mod options;
 mod recording;
@@ -12,6 +13,7 @@ use crate::adapters::{
 };
 use crate::ffi;
 use crate::kernels::Target;
+use bind_groups::BindGroups;
 use clock::{CLOCK, Clock, MAX_MARKS};
 use kvist_device::DeviceError;
 use kvist_gpu::{
@@ -54,6 +56,17 @@ fn failed(what: impl Into<String>) -> DeviceError {
 pub struct Buf {
     raw: wgpu::Buffer,
     id: u64,
+    bind_groups: Arc<BindGroups>,
+    /// Whether there may be bind groups with it.
+    is_bound: AtomicBool,
+}
+
+impl Drop for Buf {
+    fn drop(&mut self) {
+        if *self.is_bound.get_mut() {
+            self.bind_groups.drop_those_of(self.id);
+        }
+    }
 }
 
 /// A compiled kernel.
@@ -84,6 +97,7 @@ pub struct Wgpu {
     /// Workgroups of attention that are to be there at the same time.
     attend_blocks: u32,
     pipelines: Compiled<Arc<Pipeline>>,
+    bind_groups: Arc<BindGroups>,
     failure: Failure,
     patience: Duration,
     next_id: AtomicU64,
@@ -183,6 +197,7 @@ impl Wgpu {
             target,
             attend_blocks: attend_blocks(kind),
             pipelines: Compiled::default(),
+            bind_groups: Arc::default(),
             failure,
             patience: options.patience,
             next_id: AtomicU64::new(1),
@@ -235,7 +250,10 @@ impl Wgpu {
             mapped_at_creation: false,
         });
         match pollster::block_on(out_of_memory.pop()) {
-            None => Ok(Buf { raw, id: self.id() }),
+            None => {
+                let bind_groups = self.bind_groups.clone();
+                Ok(Buf { raw, id: self.id(), bind_groups, is_bound: AtomicBool::new(false) })
+            }
             Some(_) => Err(DeviceError::OutOfMemory { what, bytes }),
         }
     }
@@ -414,7 +432,8 @@ impl Driver for Wgpu {
         }
         let pipeline = self.pipeline(kernel);
         let key = (pipeline.id, buffers.iter().map(|buffer| buffer.map_or(0, |buffer| buffer.id)).collect());
-        let group = recorder.groups.entry(key).or_insert_with(|| {
+        let group = self.bind_groups.get(key, || {
+            buffers.iter().flatten().for_each(|buffer| buffer.is_bound.store(true, Ordering::Relaxed));
             let raw = buffers.iter().zip(kernel.writes()).map(|(buffer, writes)| match buffer {
                 Some(buffer) => &buffer.raw,
                 None => &self.unused[usize::from(*writes)],
@@ -435,7 +454,7 @@ impl Driver for Wgpu {
             .pass
             .get_or_insert_with(|| encoder.begin_compute_pass(&Default::default()).forget_lifetime());
         pass.set_pipeline(&pipeline.raw);
-        pass.set_bind_group(0, &*group, &[]);
+        pass.set_bind_group(0, &group, &[]);
         let bytes: Vec<u8> = args.words().iter().flat_map(|word| word.to_le_bytes()).collect();
         pass.set_immediates(0, &bytes);
         pass.dispatch_workgroups(groups[0], groups[1], groups[2]);

@@ -342,7 +342,9 @@ impl<'l> Layer<'l> {
 
     /// `sums += Σ weight · value` over the gathered cells.
     fn weigh(&self, isa: Isa, gather: &Gather<'_>, mut lines: Lines<'_>, sums: Sums<'_>, quads: &mut Quads) {
-        let (blocks, [before, behind]) = (gather.blocks(self.values, self.exact), gather.margins());
+        let (mut blocks, [before, behind]) = (gather.blocks(self.values, self.exact), gather.margins());
+        // A cell of another sequence changes neither the kernel nor its bits.
+        blocks.may_have_nan = blocks.may_have_nan && !blocks.are_finite(&self.values.shape);
         let (stride, dtype) = (lines.stride, self.values.shape.storage.dtype);
         if before.is_empty() && behind.is_empty() {
             return pool::accumulate(isa, dtype, lines, blocks, sums, quads);

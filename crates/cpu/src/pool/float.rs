@@ -62,7 +62,7 @@ impl<E: Element> Codec for E {
         let mut query = 0;
         if blocks.may_have_nan {
             while query < sums.n {
-                accumulate_carefully::<E>(lines, blocks, sums, query);
+                accumulate_carefully::<S, E>(s, lines, blocks, sums, query);
                 query += 1;
             }
             return;
@@ -257,9 +257,11 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
     }
 }
 
-/// For pools that contain NaN or infinities: skips cells of weight 0, which a query does not see.
+/// For cells that contain NaN or infinities: skips those of weight 0, which a query does not see. Its sums have the bits of
+/// [`accumulate_for`].
 #[inline(always)]
-fn accumulate_carefully<E: Element>(
+fn accumulate_carefully<S: Simd, E: Element>(
+    s: S,
     lines: &Lines<'_>,
     blocks: &Blocks<'_>,
     sums: &mut Sums<'_>,
@@ -273,8 +275,12 @@ fn accumulate_carefully<E: Element>(
         }
         let (block, in_block) = blocks.at(lane);
         let row = &block.codes[in_block * blocks.row..(in_block + 1) * blocks.row];
-        let sums = sums.row(query, blocks.head_dim);
-        for (sum, code) in sums.iter_mut().zip(row.chunks_exact(E::BYTES)) {
+        let (vectors, rest) = sums.row(query, blocks.head_dim).as_chunks_mut();
+        for (sum, value) in vectors.iter_mut().zip(E::vectors(row)) {
+            s.store(s.fma(s.splat(weight), E::widen(s, value), s.load(sum)), sum);
+        }
+        let codes = &row[vectors.len() * LANES * E::BYTES..];
+        for (sum, code) in rest.iter_mut().zip(codes.chunks_exact(E::BYTES)) {
             *sum += weight * E::decode(code);
         }
     }

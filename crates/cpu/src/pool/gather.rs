@@ -1,5 +1,5 @@
 //! Collects blocks into stretches for the kernels.
-use super::RowStore;
+use super::{Geometry, RowStore};
 use crate::arch::{LANES, Simd, widen};
 use crate::pages::Pages;
 use kvist_cache::CellRun;
@@ -59,6 +59,11 @@ pub struct Blocks<'b> {
 impl<'b> Blocks<'b> {
     pub fn n(&self) -> usize {
         self.list.len()
+    }
+
+    /// Whether all visible values are finite. `shape` is that of the values.
+    pub fn are_finite(&self, shape: &Geometry) -> bool {
+        self.seen().all(|(block, lanes)| shape.lanes_are_finite(block, lanes))
     }
 
     /// The block that contains a lane, and the lane's index in it.

@@ -40,7 +40,7 @@ impl CpuPools {
             let (index, len) = (cells as usize, rows.cells() as usize);
             return Err(DeviceError::OutOfRange { what: "cell", index, len });
         }
-        Ok(Image { bytes: rows.image(&self.slabs, cells), finite: rows.is_finite() })
+        Ok(Image { bytes: rows.image(&self.slabs, cells), finite: rows.is_finite(&self.slabs, cells) })
     }
 
     pub(super) fn map_rows(&mut self, rows: &MappedRows<'_>) -> Result<(), DeviceError> {

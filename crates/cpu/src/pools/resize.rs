@@ -1,5 +1,6 @@
 //! Capacities that change.
-use super::{CpuPools, Owned, cells_of, usage};
+use super::{CpuPools, Owned, cells_of, kv_bytes};
+use crate::attention::Scratch;
 use crate::pages::Pages;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::{DeviceError, PoolSpec, Purpose};
@@ -12,10 +13,11 @@ impl CpuPools {
             let len = capacity_cells.len();
             return Err(DeviceError::OutOfRange { what: "capacity of layer group", index: needed - 1, len });
         }
+        // Without the recent rows: they stay as many as they are.
         let bound = |spec: &PoolSpec| {
-            let usage = usage(spec, self.growth, &self.compute, &spec.capacity_cells);
-            usage
-                .map(|usage| usage.total())
+            let kv = kv_bytes(spec, self.growth, &spec.capacity_cells);
+            let scratch = Scratch::bytes(spec, &self.compute);
+            kv.and_then(|kv| kv.checked_add(scratch?))
                 .ok_or(DeviceError::OutOfMemory { what: "KV cache", bytes: u64::MAX })
         };
         let (before, after) = (bound(&self.spec)?, bound(&spec)?);

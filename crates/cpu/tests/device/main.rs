@@ -2,6 +2,7 @@
 #[path = "../decoding/mod.rs"]
 mod decoding;
 
+mod broken;
 mod conformance;
 mod determinism;
 mod fast_prefill;

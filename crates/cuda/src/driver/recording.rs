@@ -52,6 +52,7 @@ pub struct Recording {
     others: Vec<(usize, Other)>,
     /// Whether every call since the last submission had the kernel that was in its place.
     repeats: bool,
+    /// They know addresses alone, so no buffer outlives a submission: if the next step has other buffers, the nodes get their addresses.
     graphs: Graphs,
 }
 
@@ -61,9 +62,6 @@ impl Recorder for Recording {
         self.others.clear();
         self.buffers.clear();
     }
-    /// No buffer outlives a submission: graphs, too, know addresses alone. So a graph stays, and if the next step has other buffers its
-    /// nodes get their addresses.
-    fn forget(&mut self) {}
 }
 
 impl Call {

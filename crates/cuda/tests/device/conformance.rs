@@ -59,7 +59,7 @@ fn pools_in_parts_conform() {
 #[test]
 fn cuda_refuses() {
     let Some(device) = device() else { return };
-    for (k, v) in [(Storage::F32, Storage::F16), (Storage::BF16, Storage::F32)] {
+    for (k, v) in [(Storage::F32, Storage::F16), (Storage::BF16, Storage::F32), (Storage::Q8, Storage::F16)] {
         conformance::refusals_in(&device, k, v).unwrap_or_else(|table| panic!("{table}"));
     }
 }

@@ -11,14 +11,11 @@ impl<D: Driver> GpuPools<D> {
         let spec = PoolSpec { capacity_cells: capacity_cells.to_vec(), ..self.spec.clone() };
         check(&*self.gpu, &spec)?;
         let capacity = |group: GroupId| capacity_cells[usize::from(group.0)];
-        for (layer, owned) in spec.layout.layers.iter().zip(&self.layers) {
-            for side in owned.iter().flat_map(|owned| [&owned.k, &owned.v]) {
-                side.check(&*self.gpu, capacity(layer.group))?;
-            }
-        }
         let bound = |spec: &PoolSpec| {
-            let usage = usage(spec, &spec.capacity_cells).map(|usage| usage.total());
-            usage.ok_or(DeviceError::OutOfMemory { what: "KV cache", bytes: u64::MAX })
+            let scratch = self.scratch_bytes(spec).and_then(|bytes| bytes.total());
+            let kv = usage(spec, &spec.capacity_cells).map(|usage| usage.of(Purpose::KvCache));
+            kv.and_then(|kv| kv.checked_add(scratch?))
+                .ok_or(DeviceError::OutOfMemory { what: "KV cache", bytes: u64::MAX })
         };
         let (before, after) = (bound(&self.spec)?, bound(&spec)?);
         let more = after.saturating_sub(before);
@@ -35,13 +32,12 @@ impl<D: Driver> GpuPools<D> {
         // Blocks may be moved in parts of another size.
         self.transfers.drop_lane();
         for (layer, owned) in spec.layout.layers.iter().zip(&mut self.layers) {
-            let sides = owned.iter_mut().flat_map(|owned| [&mut owned.k, &mut owned.v]);
-            for side in sides.filter(|side| side.cells > capacity(layer.group)) {
-                let have = side.bytes(side.cells).unwrap_or(0);
-                // A side that has no room for the copy stays as it is.
-                if side.resize(&*self.gpu, &mut self.recorder, capacity(layer.group)).is_ok() {
-                    self.ledger.release(have - side.bytes(side.cells).unwrap_or(have));
-                }
+            let capacity = capacity(layer.group);
+            let Some(owned) = owned.as_mut().filter(|owned| owned.cells() > capacity) else { continue };
+            let have = owned.bytes(owned.cells()).unwrap_or(0);
+            // A layer that has no room for the copy stays as it is.
+            if owned.resize(&*self.gpu, &mut self.recorder, capacity).is_ok() {
+                self.ledger.release(have - owned.bytes(owned.cells()).unwrap_or(have));
             }
         }
         self.spec = spec;
@@ -53,15 +49,18 @@ impl<D: Driver> GpuPools<D> {
     pub(super) fn replace_buffers(&mut self) {
         self.transfers.settle_all();
         self.recorder.restart();
-        self.generation += 1;
-        self.recorder.forget();
         self.stale();
+    }
+
+    /// What the scratch needs for a capacity. The recent rows stay as many as they are. `None` on overflow.
+    fn scratch_bytes(&self, spec: &PoolSpec) -> Option<ScratchBytes> {
+        let recents = self.recents.as_ref().map_or(0, |recents| recents.bytes);
+        Some(ScratchBytes { recents, ..ScratchBytes::new(spec)? })
     }
 
     /// Plans of the length that the capacity needs. On `Err` nothing has changed.
     fn resize_scratch(&mut self, spec: &PoolSpec) -> Result<(), DeviceError> {
-        let mut bytes = ScratchBytes::new(spec).ok_or(OVERFLOW)?;
-        bytes.recents = self.recents.as_ref().map_or(0, |recents| recents.bytes);
+        let bytes = self.scratch_bytes(spec).ok_or(OVERFLOW)?;
         let (before, after) = (self.scratch.bytes(), bytes.total().ok_or(OVERFLOW)?);
         self.scratch.grow(after.saturating_sub(before))?;
         let plan = |(bytes, group): (&u64, &Group<D>)| {
@@ -76,6 +75,7 @@ impl<D: Driver> GpuPools<D> {
             }
         }
         self.scratch.shrink(before.saturating_sub(after));
+        self.long_plans.shrink(u64::MAX);
         Ok(())
     }
 }

@@ -219,3 +219,39 @@ fn rows_of_workgroups_decide_how_many_splits_there_are() {
         step.commit();
     }
 }
+
+/// Two texts that are generated side by side take blocks in turn. A chunk of one of them had more entries than were planned, and was refused.
+#[test]
+fn blocks_in_turn_fit_into_what_is_planned() {
+    const TOKENS: u32 = 4000;
+    for chunk in [8, 256, 1000] {
+        let capacity = 2 * TOKENS + chunk;
+        let mut cache = cache("paged", capacity, Visibility::FULL);
+        for seq in 0..2 {
+            cache.sequences().unwrap().seq_new(SeqId(seq)).unwrap();
+        }
+        let mut plan = StepPlan::default();
+        let mut run = |spans: &[Span<'_>], units: &[Option<[u32; 3]>]| -> Vec<u64> {
+            let mut step = Step::begin(&mut cache, &StepRequest { spans }, &mut plan).unwrap();
+            let plan = step.with_reads();
+            let group = plan.group(GroupId(0));
+            let words = units.iter().map(|&units| {
+                let mut tables = Tables::default();
+                let (per_kv, rows) = (4, 8);
+                tables.lower(Lowering { group, spans: plan.spans(), per_kv, rows, units, recent: None });
+                tables.words.len() as u64
+            });
+            let words = words.collect();
+            step.commit();
+            words
+        };
+        for at in (0..TOKENS).step_by(16) {
+            run(&[Span::chain(SeqId(0), at, 16)], &[]);
+            run(&[Span::chain(SeqId(1), at, 16)], &[]);
+        }
+        let usual = usual_words(capacity, chunk, 0);
+        let all = [None, Some([448; 3]), Some([1; 3])];
+        let words = run(&[Span::chain(SeqId(0), TOKENS, chunk)], &all);
+        assert!(words.iter().all(|words| *words <= usual), "{words:?} words of {chunk}, {usual} are planned");
+    }
+}

@@ -1,6 +1,6 @@
 //! What a backend must refuse, and what must be unchanged afterwards.
 use super::transfers::finish;
-use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::kinds::{self, GroupSpec, KINDS, Visibility};
 use kvist_cache::*;
 use kvist_device::*;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub fn refusals(backend: &dyn Backend) -> Result<(), String> {
 /// [`refusals`] with K and V in other storages, for backends without q8.
 pub fn refusals_in(backend: &dyn Backend, k: Storage, v: Storage) -> Result<(), String> {
     type Check = fn(Subject<'_>) -> Result<(), String>;
-    const TABLE: [(&str, Check); 9] = [
+    const TABLE: [(&str, Check); 10] = [
         ("a plan that was not begun, or not this one", stale_plan),
         ("a plan without reads", without_reads),
         ("activations of a wrong shape", wrong_shapes),
@@ -37,6 +37,7 @@ pub fn refusals_in(backend: &dyn Backend, k: Storage, v: Storage) -> Result<(), 
         ("a layout no model has", bad_layout),
         ("recurrent layers, until a device has them", recurrent_layers),
         ("growth past the budget", out_of_budget),
+        ("no growth within it, after fewer cells", fewer_cells),
         ("transfers that do not fit", transfers),
     ];
     let rows = TABLE.iter().filter_map(|(what, check)| {
@@ -379,6 +380,32 @@ fn out_of_budget(backend: Subject<'_>) -> Result<(), String> {
     drop(other);
     must(step(&mut session, 1), "the same step with that byte")?;
     if budget.usage() == usage(257)? { Ok(()) } else { Err(format!("257 cells hold {:?}", budget.usage())) }
+}
+
+/// Pools that had more recent rows than they have cells now grow to every cell of a budget that is just large enough.
+fn fewer_cells(backend: Subject<'_>) -> Result<(), String> {
+    const CELLS: u32 = 64;
+    let spec = |budget: &Arc<MemoryBudget>| PoolSpec {
+        recent: Recent { tokens: 16, sequences: 8 },
+        ..backend.spec(budget)
+    };
+    let bound = backend.bound(&spec(&MemoryBudget::unlimited())).ok_or("the bound overflows")?;
+    let all = MemoryBudget::new(bound.total());
+    let spec = spec(&must(all.promise(&bound), "a promise")?);
+    let group = GroupSpec { capacity_tokens: 2_000, visibility: Visibility::FULL, max_step_tokens: 300 };
+    let cache = Cache::new(vec![must(kinds::build("paged", &group), "a paged cache")?]);
+    let mut session = Session::new(cache, must(backend.pools(&spec), "pools")?, &spec);
+    must(session.cache.sequences().expect("paged has them").seq_new(SeqId::ONLY), "a sequence")?;
+    must(session.resize(&[CELLS]), "fewer cells")?;
+    must(step(&mut session, CELLS), "as many tokens")?;
+    must(session.resize(&[2_000]), "all cells")?;
+    for n_tokens in [300, 300, 300, 300, 300, 300, 2_000 - 6 * 300 - CELLS] {
+        must(step(&mut session, n_tokens), "more tokens")?;
+    }
+    match (all.usage(), all.free()) {
+        (used, 0) if used == bound => Ok(()),
+        (used, free) => Err(format!("full pools hold {used:?} of {bound:?}, and {free} bytes are free")),
+    }
 }
 
 fn transfers(backend: Subject<'_>) -> Result<(), String> {

@@ -375,6 +375,10 @@ impl Drive {
             let high_water = memory.occupied.iter().rposition(|&o| o).map_or(0, |cell| cell as u32 + 1);
             let sequences = self.reference.sequences().map(|seq| {
                 let stored = self.reference.stored(seq, visibility).expect("it is live");
+                let cells = self.cache.stored_cells(GroupId(g as u16), seq).into_iter();
+                let cells = cells.flat_map(|(first, run)| (first..).zip(run.cells()));
+                let places = stored.iter().map(|(position, value)| (*position, memory.places[value]));
+                assert!(cells.eq(places), "cells of sequence {seq} in layer group {g}");
                 let mut n_extents = 0;
                 let mut after = None;
                 for (position, value) in &stored {

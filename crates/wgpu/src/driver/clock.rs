@@ -1,6 +1,7 @@
 //! The times at which a device passes marks.
 use super::Buf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Most marks of a submission.
 pub const MAX_MARKS: u32 = 64;
@@ -34,7 +35,12 @@ impl Clock {
                 count: MAX_MARKS,
             }),
             resolved: buffer(wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC),
-            staging: Arc::new(Buf { raw: staging, id: 0 }),
+            staging: Arc::new(Buf {
+                raw: staging,
+                id: 0,
+                bind_groups: Arc::default(),
+                is_bound: AtomicBool::new(false),
+            }),
         }
     }
 }

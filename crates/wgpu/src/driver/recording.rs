@@ -1,15 +1,12 @@
 //! What was recorded and not submitted yet.
 use super::clock::Clock;
 use kvist_gpu::Recorder;
-use std::collections::HashMap;
 
 /// Dispatches since the last submission, in one compute pass. wgpu puts a barrier between two that use the same buffer.
 #[derive(Debug, Default)]
 pub struct Recording {
     pub pass: Option<wgpu::ComputePass<'static>>,
     pub encoder: Option<wgpu::CommandEncoder>,
-    /// By pipeline and buffers. A bind group keeps its buffers alive: `forget` drops them.
-    pub groups: HashMap<(u64, Vec<u64>), wgpu::BindGroup>,
     pub clock: Option<Clock>,
     pub n_marks: u32,
     /// Dispatches since the last submission, and submissions since the step began.
@@ -23,8 +20,5 @@ impl Recorder for Recording {
         self.encoder = None;
         self.n_marks = 0;
         (self.n_dispatches, self.n_early) = (0, 0);
-    }
-    fn forget(&mut self) {
-        self.groups.clear();
     }
 }

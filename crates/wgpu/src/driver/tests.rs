@@ -119,3 +119,25 @@ fn an_adapter_says_how_much_memory_it_has() {
         listed.iter().filter_map(|found| found.memory).any(|found| found.total_bytes == memory.total_bytes);
     assert!(same, "{memory:?} is of none of {listed:?}");
 }
+
+/// A buffer that pools had replaced kept its memory until the model's next step, whose recorder had bound it.
+#[test]
+fn a_dropped_buffer_is_free_whoever_has_bound_it() {
+    let Some(gpu) = open(&OpenOptions::default()) else { return };
+    let mut recorder = Recording::default();
+    let kept = gpu.filled("kept", &[0; 64]).unwrap();
+    let mut bind = |bytes: u64| {
+        let buffer = gpu.buffer("dropped", bytes).unwrap();
+        gpu.record(&mut recorder, &Kernel::Add, &[Some(&kept), Some(&buffer)], Args::new(&[16]), [1, 1, 1]);
+        let submission = gpu.submit(&mut recorder, &[]);
+        gpu.wait(&submission).unwrap();
+        buffer
+    };
+    drop(bind(64)); // compiles the kernel
+    let before = gpu.allocated_bytes();
+    let buffer = bind(1 << 20);
+    assert!(before.is_none() || gpu.allocated_bytes() > before);
+    drop(buffer);
+    assert_eq!(gpu.allocated_bytes(), before);
+    gpu.check().unwrap();
+}
