@@ -178,14 +178,14 @@ impl Usage {
     }
 }
 
-/// A complete answer.
+/// A complete answer: of several (`n`), the first.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Answer {
     pub text: String,
     /// `stop`, `length` or `tool_calls`.
     pub finish_reason: String,
     pub usage: Usage,
-    /// The whole response body.
+    /// The whole response body, which has the other answers too.
     pub document: Value,
 }
 
@@ -205,12 +205,16 @@ impl Answer {
 /// One event of a streamed answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Chunk {
+    /// The answer that it belongs to: 0, unless the request has several (`n`).
+    pub index: usize,
     /// May be empty.
     pub text: String,
     /// Set in the last chunk that carries text.
     pub finish_reason: Option<String>,
     /// Set in the last chunk.
     pub usage: Option<Usage>,
+    /// The whole event, with what has no field here: log-probabilities, tool calls, reasoning.
+    pub document: Value,
 }
 
 /// A session, without its history.

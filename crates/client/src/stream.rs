@@ -14,12 +14,15 @@ impl Stream {
         Stream { lines: BufReader::new(Box::new(body)), over: false }
     }
 
-    /// Reads the stream to its end and returns the whole text and the usage.
+    /// Reads the stream to its end and returns the whole text of the first answer, and the usage of all. Of several
+    /// answers (`n`), the others are in the chunks only.
     pub fn text(self) -> Result<(String, Usage), Error> {
         let (mut text, mut usage) = (String::new(), Usage::default());
         for chunk in self {
             let chunk = chunk?;
-            text += &chunk.text;
+            if chunk.index == 0 {
+                text += &chunk.text;
+            }
             usage = chunk.usage.unwrap_or(usage);
         }
         Ok((text, usage))
@@ -44,10 +47,13 @@ impl Stream {
             }
             let choice = &event["choices"][0];
             let text = choice["text"].as_str().or(choice["delta"]["content"].as_str());
+            let index = choice["index"].as_u64().and_then(|index| usize::try_from(index).ok());
             return Ok(Some(Chunk {
+                index: index.unwrap_or(0),
                 text: text.unwrap_or_default().into(),
                 finish_reason: choice["finish_reason"].as_str().map(str::to_string),
                 usage: event.get("usage").filter(|usage| !usage.is_null()).map(Usage::of),
+                document: event,
             }));
         }
     }
@@ -69,6 +75,7 @@ impl Iterator for Stream {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     fn of(text: &'static str) -> Vec<Result<Chunk, Error>> {
         Stream::new(text.as_bytes()).collect()
@@ -89,6 +96,8 @@ mod tests {
         let usage = Usage { prompt_tokens: 3, completion_tokens: 2, ..Usage::default() };
         assert_eq!(chunks[2].usage, Some(usage));
 
+        assert_eq!(chunks[1].document["choices"][0]["delta"], json!({"content": "b"}));
+
         let mut chunks =
             of("data: {\"error\":{\"message\":\"m\",\"code\":\"shutting_down\"}}\n\ndata: [DONE]\n\n");
         assert_eq!(chunks.len(), 1, "nothing comes behind an error");
@@ -96,5 +105,22 @@ mod tests {
         for cut in ["", "data: {\"choices\":[{\"text\":\"a\"}]}\n\n", "data: {\"choi"] {
             assert!(of(cut).pop().unwrap().is_err(), "{cut:?}");
         }
+    }
+
+    /// Regression: the texts of all answers were joined piece by piece into one.
+    #[test]
+    fn answers_to_one_prompt_are_told_apart() {
+        let body = concat!(
+            "data: {\"choices\":[{\"index\":1,\"text\":\"x\"}]}\n\n",
+            "data: {\"choices\":[{\"index\":0,\"text\":\"a\"}]}\n\n",
+            "data: {\"choices\":[{\"index\":1,\"text\":\"y\"}]}\n\n",
+            "data: {\"choices\":[{\"index\":0,\"text\":\"b\"}]}\n\n",
+            "data: {\"choices\":[],\"usage\":{\"completion_tokens\":4}}\n\n",
+            "data: [DONE]\n\n"
+        );
+        let indices: Vec<usize> = of(body).into_iter().map(|chunk| chunk.unwrap().index).collect();
+        assert_eq!(indices, [1, 0, 1, 0, 0]);
+        let (text, usage) = Stream::new(body.as_bytes()).text().unwrap();
+        assert_eq!((text.as_str(), usage.completion_tokens), ("ab", 4));
     }
 }

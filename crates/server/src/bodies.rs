@@ -114,4 +114,19 @@ mod tests {
             "a prompt of 131,072 tokens"
         );
     }
+
+    /// Regression: with `max_body_bytes` above 683 MiB the smallest weight of a large document did not fit into the 32 bits of a
+    /// semaphore's request, so every body of more than 64 KiB was refused with 503.
+    #[tokio::test]
+    async fn the_largest_bodies_have_documents() {
+        for max in [4 << 20, 700 << 20, (1 << 30) - 1, 1 << 30] {
+            let bodies = Bodies::new(max, &["a".into(), "b".into()]);
+            assert!(bodies.document("a", SMALL_BYTES + 1, SMALL_BYTES).await.is_some(), "{max}");
+            let all =
+                [bodies.document("a", max, bodies.max).await, bodies.document("b", max, bodies.max).await];
+            assert!(all.iter().all(Option::is_some), "{max}");
+            let all: Option<Vec<Permit>> = (0..RAW_BODIES).map(|_| bodies.raw.try_take("c", max)).collect();
+            assert!(all.is_some() && bodies.raw.try_take("c", max).is_none(), "{max}");
+        }
+    }
 }

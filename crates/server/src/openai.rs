@@ -5,6 +5,7 @@ mod document;
 pub(crate) mod fields;
 pub(crate) mod generation;
 pub(crate) mod generation_request;
+mod merged;
 mod models;
 pub(crate) mod parts;
 mod render;

@@ -1,6 +1,7 @@
 //! The main loop of a server: accepts connections until it must stop, and then drains.
 use crate::accept::accept;
 use crate::app::{reserve, router};
+use crate::sessions::Unsettled;
 use crate::state::ServerState;
 use crate::work::THREADS;
 use hyper_util::server::graceful::GracefulShutdown;
@@ -16,6 +17,9 @@ const CLOSING_TIME: Duration = Duration::from_secs(2);
 
 /// How long shutdown waits for the disk to take the rest of a recording.
 const RECORDING_TIME: Duration = Duration::from_secs(10);
+
+/// How long shutdown waits for the last output of generations to be added to their sessions.
+const SETTLING_TIME: Duration = Duration::from_secs(10);
 
 /// How long shutdown waits for the disk, and for a shared store, to take the last changes of sessions.
 const SAVING_TIME: Duration = Duration::from_secs(60);
@@ -75,16 +79,55 @@ pub async fn serve(
         let _ = tokio::time::timeout(CLOSING_TIME, sent).await;
     }
     recorded(&state).await;
-    // Handlers have ended, so nothing changes any more.
-    let shared = state.clone();
-    let on_disk = tokio::task::spawn_blocking(move || state.keeper.get().map(SessionKeeper::close));
-    // The other workers of a fleet wait for these, if one of them continues the sessions at once.
-    let in_store =
-        tokio::task::spawn_blocking(move || shared.shared_sessions.get().map(SharedSessions::close));
-    // At the same time: a slow store costs no session on the disk.
-    let saved = async { tokio::join!(on_disk, in_store) };
-    if tokio::time::timeout(SAVING_TIME, saved).await.is_err() {
+    let unsettled = state.unsettled.clone();
+    let close = async {
+        let shared = state.clone();
+        let on_disk = tokio::task::spawn_blocking(move || state.keeper.get().map(SessionKeeper::close));
+        // The other workers of a fleet wait for these, if one of them continues the sessions at once.
+        let in_store =
+            tokio::task::spawn_blocking(move || shared.shared_sessions.get().map(SharedSessions::close));
+        // At the same time: a slow store costs no session on the disk.
+        let _ = tokio::join!(on_disk, in_store);
+    };
+    saved(&unsettled, close).await;
+    Ok(())
+}
+
+/// Writes the sessions with `close`, after the last change. Handlers have ended, but tasks of their own record the
+/// output of generations, also that of a client which has left.
+async fn saved(unsettled: &Unsettled, close: impl Future<Output = ()>) {
+    if tokio::time::timeout(SETTLING_TIME, unsettled.until_none()).await.is_err() {
+        tracing::error!(target: "kvist::server", "the last output of some sessions is not saved");
+    }
+    if tokio::time::timeout(SAVING_TIME, close).await.is_err() {
         tracing::error!(target: "kvist::server", "not all sessions are saved: the disk or the shared store is too slow");
     }
-    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+    use tokio::time::timeout;
+
+    /// Regression: the sessions were written while a task was still about to add an answer to one of them, which was lost.
+    #[tokio::test(start_paused = true)]
+    async fn sessions_are_written_after_their_last_output() {
+        let closed = AtomicBool::new(false);
+        let close = || async { closed.store(true, SeqCst) };
+        let unsettled = Unsettled::default();
+        let outputs = [unsettled.begin(), unsettled.begin()];
+        let mut saving = std::pin::pin!(saved(&unsettled, close()));
+        for output in outputs {
+            assert!(timeout(SETTLING_TIME / 4, &mut saving).await.is_err());
+            assert!(!closed.load(SeqCst), "an output is missing");
+            drop(output);
+        }
+        saving.await;
+        assert!(closed.swap(false, SeqCst));
+        // A task that hangs costs only its own session.
+        let _hangs = unsettled.begin();
+        saved(&unsettled, close()).await;
+        assert!(closed.load(SeqCst));
+    }
 }

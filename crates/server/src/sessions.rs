@@ -7,9 +7,11 @@ mod files;
 mod generate;
 mod shared;
 mod tokenizer;
+mod unsettled;
 mod verbs;
 
 pub(crate) use fields::SessionSchemas;
 pub(crate) use files::{load, save};
 pub(crate) use generate::generate;
+pub(crate) use unsettled::Unsettled;
 pub(crate) use verbs::{append, create, delete, fork, keep, list, rollback, show};

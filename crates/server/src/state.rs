@@ -14,6 +14,7 @@ use crate::openai::request::Bounds;
 use crate::openai::score_memory::ScoreMemory;
 use crate::openapi;
 use crate::schemas::Schemas;
+use crate::sessions::Unsettled;
 use crate::work::WorkMemory;
 use kvist_engine::chat_format::ChatFormat;
 use kvist_engine::executor::PagedConfig;
@@ -64,6 +65,8 @@ pub struct ServerState {
     /// Start time, in seconds since 1970.
     pub(crate) started: u64,
     pub(crate) sessions: Arc<SessionStore>,
+    /// Generations whose output is not in `sessions` yet.
+    pub(crate) unsettled: Unsettled,
     /// Keeps the sessions in a directory, if there is one.
     pub(crate) keeper: OnceLock<SessionKeeper>,
     /// Records the sessions in a store that workers share, if there is one.
@@ -125,6 +128,7 @@ impl ServerState {
             session_list: SessionListCache::new(engine.clone(), sessions.clone()),
             below: LastLook::default(),
             sessions,
+            unsettled: Unsettled::default(),
             keeper: OnceLock::new(),
             shared_sessions: OnceLock::new(),
             kv_events: OnceLock::new(),

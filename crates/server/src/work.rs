@@ -83,7 +83,7 @@ pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     [waiting, batch, drafted, of_tiers, events].into_iter().fold(0, u64::saturating_add)
 }
 
-/// A semaphore hands out at most 2³² permits at a time, so one permit stands for this many bytes.
+/// Work is counted in units of this many bytes.
 const UNIT: usize = 1 << 10;
 
 fn units(bytes: usize) -> usize {

@@ -336,7 +336,7 @@ fn messages_are_those_of_chat_completions() {
         let messages = there.messages.unwrap();
         assert_eq!(messages.len(), said.len() + 1);
         let last = messages.last().unwrap();
-        let content = answer.text.strip_prefix(' ').unwrap_or(&answer.text);
+        let content = answer.text.as_str();
         assert_eq!(last.message, Message::assistant(content));
         assert_eq!(last.open, answer.finish_reason == "length");
         said.push(Message::assistant(content));
@@ -358,9 +358,12 @@ fn messages_are_those_of_chat_completions() {
     let begins = open.messages.as_ref().unwrap()[2].begins.unwrap();
     let (all, n) = (open.tokens.clone(), open.tokens.len() as u32);
     client.rollback(&branch.id, Cut::Token(n - 4)).unwrap();
-    assert!(client.session(&branch.id).unwrap().messages.unwrap()[2].open);
-    client.generate(&branch.id, &Generate::greedy(4)).unwrap();
+    let begun = client.session(&branch.id).unwrap().messages.unwrap().remove(2);
+    assert!(begun.open);
+    let rest = client.generate(&branch.id, &Generate::greedy(4)).unwrap();
     assert_eq!(history(&client, &branch.id), all);
+    // A space at the start of the rest is part of the answer.
+    assert_eq!(begun.message.text() + &rest.text, answer.text);
     // A cut inside text that the template wrote: it is not a message, and no message can follow.
     client.rollback(&branch.id, Cut::Token(begins as u32 + 1)).unwrap();
     assert_eq!(client.session(&branch.id).unwrap().session.n_messages, Some(2));
@@ -726,6 +729,15 @@ fn generations_are_written_as_chat_completions_are() {
         &format!("/v1/sessions/{}/generate", forks[0].id),
         &json!({"stream": true, "max_tokens": 3, "ignore_eos": true, "add_generation_prompt": false}),
     );
+    // Regression: `return_token_ids` was accepted and ignored here.
+    let more = serde_json::from_value(json!({"return_token_ids": true})).unwrap();
+    let with_ids = Generate { more, ..Generate::greedy(5) };
+    let branch = client.fork(&session.id, None, 1).unwrap().remove(0);
+    let answer = client.generate(&branch.id, &with_ids).unwrap().document;
+    let mut said: Vec<u32> = serde_json::from_value(answer["prompt_token_ids"].clone()).unwrap();
+    let ids: Vec<u32> = serde_json::from_value(answer["choices"][0]["token_ids"].clone()).unwrap();
+    said.extend(ids);
+    assert_eq!(said, history(&client, &branch.id));
     for event in events.events() {
         assert_eq!((&event["session"], &event["model"]), (&json!(forks[0].id), &json!(MODEL)));
         assert_eq!(event["object"], "chat.completion.chunk");

@@ -12,7 +12,7 @@ use crate::error::ApiError;
 use crate::extract::Posted;
 use crate::state::{EFFORT, ServerState};
 use axum::response::Response;
-use kvist_engine::chat_format::{AnswerSpec, PLAIN_STOP};
+use kvist_engine::chat_format::{AnswerSpec, ChatFormat, PLAIN_STOP};
 use kvist_engine::serving::{Done, Token};
 use kvist_engine::tools::{AnswerFormat, AnswerParser, ParsedAnswer, ToolDelta};
 use kvist_model::template::Conversation;
@@ -33,12 +33,11 @@ fn prepare(
     caller: &Caller,
     body: &mut Value,
 ) -> Result<(GenerationRequest, ChatWriter, Common), ApiError> {
-    let Admitted { mut request, common, spec, wants_scores } = admitted(state, caller, body)?;
+    let Admitted { mut request, common, spec } = admitted(state, caller, body)?;
     state.log_prompts(&request.id, &request.prompts);
     let parser = || spec.format.as_ref().map(AnswerFormat::parser);
     let parsers = (0..request.n).map(|_| parser());
-    let mut writer = ChatWriter::new(state, request.id.clone(), parsers, wants_scores);
-    writer.ids = TokenIds::new(&request);
+    let writer = ChatWriter::new(state, &request, parsers, true);
     request.queue(state)?;
     Ok((request, writer, common))
 }
@@ -57,14 +56,12 @@ struct Admitted {
     request: GenerationRequest,
     common: Common,
     spec: AnswerSpec,
-    wants_scores: bool,
 }
 
 fn admitted(state: &Arc<ServerState>, caller: &Caller, body: &mut Value) -> Result<Admitted, ApiError> {
     check_together(body, state.bounds.tools)?;
     check(body, &state.schemas.chat, &state.bounds.model)?;
     let (common, mut fields): (Common, ChatFields) = (read(body)?, read(body)?);
-    let wants_scores = fields.logprobs.unwrap_or(false);
     // Both are upper limits.
     let asked = fields.max_completion_tokens.into_iter().chain(fields.max_tokens).min();
     let id = state.new_id("chatcmpl");
@@ -90,9 +87,9 @@ fn admitted(state: &Arc<ServerState>, caller: &Caller, body: &mut Value) -> Resu
     if state.engine.model().chat_template().is_none() {
         request.stop.push(PLAIN_STOP.into());
     }
-    request.logprobs = wants_scores.then(|| fields.top_logprobs.unwrap_or(0));
+    request.logprobs = fields.logprobs.unwrap_or(false).then(|| fields.top_logprobs.unwrap_or(0));
     request.admit(state, asked, "messages")?;
-    Ok(Admitted { request, common, spec, wants_scores })
+    Ok(Admitted { request, common, spec })
 }
 
 /// The conversation as tokens, up to where the answer begins.
@@ -132,21 +129,32 @@ struct ChatAnswer {
     calls: usize,
     /// `None`: the answer is plain text.
     parser: Option<AnswerParser>,
+    /// The text that comes next is the first of the message.
+    begins: bool,
 }
 
 impl ChatAnswer {
-    fn push(&mut self, text: &str) -> Vec<ToolDelta> {
+    fn push(&mut self, chat: &ChatFormat, text: &str) -> Vec<ToolDelta> {
         let mut out = Vec::new();
         match &mut self.parser {
             Some(parser) => parser.push(text, &mut out),
             None if text.is_empty() => {}
-            None => out.push(ToolDelta::Content(text.into())),
+            None => {
+                // As sessions keep it: the next prompt then repeats what the model generated.
+                let text = match std::mem::take(&mut self.begins) {
+                    true => chat.content(text),
+                    false => text.into(),
+                };
+                if !text.is_empty() {
+                    out.push(ToolDelta::Content(text));
+                }
+            }
         }
         out
     }
 
-    fn finish(&mut self, text: &str) -> Vec<ToolDelta> {
-        let mut out = self.push(text);
+    fn finish(&mut self, chat: &ChatFormat, text: &str) -> Vec<ToolDelta> {
+        let mut out = self.push(chat, text);
         if let Some(parser) = &mut self.parser {
             parser.finish(&mut out);
         }
@@ -165,22 +173,22 @@ pub(crate) struct ChatWriter {
 }
 
 impl ChatWriter {
-    /// One answer per parser. Without a parser the answer is plain text.
+    /// One answer per parser. Without a parser the answer is plain text. `begins`: the answers are whole messages, not
+    /// the rest of one.
     pub fn new(
         state: &Arc<ServerState>,
-        id: String,
+        request: &GenerationRequest,
         parsers: impl Iterator<Item = Option<AnswerParser>>,
-        logprobs: bool,
+        begins: bool,
     ) -> Self {
-        let answers = parsers.map(|parser| ChatAnswer { has_role: false, calls: 0, parser }).collect();
-        let scorer = logprobs.then(|| Scorer::chat(state));
+        let answers = parsers.map(|parser| ChatAnswer { has_role: false, calls: 0, parser, begins });
         ChatWriter {
             state: state.clone(),
-            id,
+            id: request.id.clone(),
             created: state.now(),
-            answers,
-            scorer,
-            ids: TokenIds::default(),
+            answers: answers.collect(),
+            scorer: request.logprobs.is_some().then(|| Scorer::chat(state)),
+            ids: TokenIds::new(request),
         }
     }
 
@@ -223,18 +231,21 @@ impl ChatWriter {
 }
 
 impl AnswerWriter for ChatWriter {
-    fn head(&self, streamed: bool) -> Value {
-        json!({
+    fn head(&mut self, streamed: bool) -> Value {
+        let mut head = json!({
             "id": self.id,
             "object": if streamed { "chat.completion.chunk" } else { "chat.completion" },
             "created": self.created,
             "model": self.state.bounds.model,
-        })
+        });
+        // The only prompt: in a stream its first chunk has it.
+        self.ids.add_prompt(&mut head, 0);
+        head
     }
 
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
         let mut choices = Vec::new();
-        let deltas = self.answers[index].push(&token.text);
+        let deltas = self.answers[index].push(&self.state.chat, &token.text);
         let scores = self
             .scorer
             .as_ref()
@@ -246,25 +257,23 @@ impl AnswerWriter for ChatWriter {
                 choices.push(Self::choice(index, json!({}), Value::Null, None));
             }
             let last = choices.len() - 1;
-            self.ids.add(&mut choices[last], index, std::slice::from_ref(token));
+            self.ids.add(&mut choices[last], std::slice::from_ref(token));
         }
         choices
     }
 
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value> {
         let mut choices = Vec::new();
-        let deltas = self.answers[index].finish(&done.text);
+        let deltas = self.answers[index].finish(&self.state.chat, &done.text);
         self.write(index, deltas, Value::Null, &mut choices);
-        let mut last = Self::choice(index, json!({}), Value::Null, Some(self.reason(index, done)));
-        self.ids.add_prompt(&mut last, index);
-        choices.push(last);
+        choices.push(Self::choice(index, json!({}), Value::Null, Some(self.reason(index, done))));
         choices
     }
 
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
         let mut text: String = tokens.iter().map(|t| t.text.as_str()).collect();
         text += &done.text;
-        let parsed: ParsedAnswer = self.answers[index].finish(&text).into_iter().collect();
+        let parsed: ParsedAnswer = self.answers[index].finish(&self.state.chat, &text).into_iter().collect();
         let calls =
             parsed.calls.iter().enumerate().map(|(number, call)| call.to_json(&self.id, index, number));
         let calls: Vec<Value> = calls.collect();
@@ -277,7 +286,7 @@ impl AnswerWriter for ChatWriter {
             "logprobs": null,
             "finish_reason": self.reason(index, done),
         });
-        self.ids.add(&mut choice, index, tokens);
+        self.ids.add(&mut choice, tokens);
         choice
     }
 

@@ -223,7 +223,7 @@ impl CompletionWriter {
 const CHUNK_TOKENS: usize = 64;
 
 impl AnswerWriter for CompletionWriter {
-    fn head(&self, _streamed: bool) -> Value {
+    fn head(&mut self, _streamed: bool) -> Value {
         json!({
             "id": self.id,
             "object": "text_completion",
@@ -268,7 +268,8 @@ impl AnswerWriter for CompletionWriter {
             return Vec::new();
         }
         let mut choice = self.scored(index, std::slice::from_ref(token));
-        self.ids.add(&mut choice, index, std::slice::from_ref(token));
+        self.ids.add(&mut choice, std::slice::from_ref(token));
+        self.ids.add_prompt(&mut choice, index);
         vec![choice]
     }
 
@@ -283,7 +284,8 @@ impl AnswerWriter for CompletionWriter {
         let mut text: String = tokens.iter().map(|t| t.text.as_str()).collect();
         text += &done.text;
         let mut choice = self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)));
-        self.ids.add(&mut choice, index, tokens);
+        self.ids.add(&mut choice, tokens);
+        self.ids.add_prompt(&mut choice, index);
         choice
     }
 

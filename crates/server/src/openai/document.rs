@@ -34,16 +34,21 @@ pub(super) async fn respond(
     if answers.explains() {
         kvist["prompts"] = explained(&answers);
     }
+    // One answer that was cut off does not take the others with it.
+    let (mut cut, mut has_output) = (None, false);
     for (tokens, end) in tokens.iter().zip(&ends) {
         let Some(done) = end else {
             return Err(ApiError::internal("an answer ended without a finish reason"));
         };
-        if let Some(error) = cut_off(&done.finish, &answers) {
-            if tokens.is_empty() {
-                return Err(error);
-            }
-            kvist["ended"] = error.code.into();
+        let error = cut_off(&done.finish, &answers);
+        has_output |= error.is_none() || !tokens.is_empty();
+        cut = cut.or(error);
+    }
+    if let Some(error) = cut {
+        if !has_output {
+            return Err(error);
         }
+        kvist["ended"] = error.code.into();
     }
     let mut behind = json!({"usage": answers.usage()});
     if kvist.as_object().is_some_and(|k| !k.is_empty()) {

@@ -129,7 +129,7 @@ pub(crate) fn check(body: &mut Value, schema: &Value, model: &str) -> Result<(),
         return Err(error.about("model"));
     }
     schema::check(schema, body)?;
-    integers(body);
+    integers(schema, body);
     Ok(())
 }
 
@@ -140,17 +140,53 @@ pub(crate) fn read<'a, T: Deserialize<'a>>(body: &'a Value) -> Result<T, ApiErro
     })
 }
 
-/// JSON Schema accepts `1.0` as an integer, serde does not: convert it.
-fn integers(value: &mut Value) {
+/// JSON Schema accepts `1.0` as an integer, serde does not: convert it. Only where the schema has an integer: what is
+/// inside tools, messages and arguments of templates is the client's, and a template would write it otherwise.
+fn integers(schema: &Value, value: &mut Value) {
+    for branch in schema["anyOf"].as_array().into_iter().flatten() {
+        integers(branch, value);
+    }
     match value {
         Value::Number(number) if !number.is_i64() && !number.is_u64() => {
-            let whole = number.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < 9e15);
+            let kinds = &schema["type"];
+            let is_integer = kinds == "integer"
+                || kinds.as_array().is_some_and(|kinds| kinds.iter().any(|kind| kind == "integer"));
+            let whole = number.as_f64().filter(|x| is_integer && x.fract() == 0.0 && x.abs() < 9e15);
             if let Some(whole) = whole {
                 *value = Value::from(whole as i64);
             }
         }
-        Value::Array(items) => items.iter_mut().for_each(integers),
-        Value::Object(fields) => fields.values_mut().for_each(integers),
+        Value::Array(items) => items.iter_mut().for_each(|item| integers(&schema["items"], item)),
+        Value::Object(fields) => fields.iter_mut().for_each(|(name, field)| {
+            let own = schema["properties"].get(name);
+            integers(own.unwrap_or(&schema["additionalProperties"]), field);
+        }),
         _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::integers;
+    use serde_json::json;
+
+    /// Regression: every `1.0` of a body became `1`, also in the tools that a template writes into the prompt.
+    #[test]
+    fn only_integers_of_the_schema_are_converted() {
+        let count = json!({"type": ["integer", "null"]});
+        let schema = json!({"properties": {
+            "n": count, "temperature": {"type": "number"},
+            "prompt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}]},
+            "tools": {"type": "array", "items": {"type": "object"}},
+            "kvist": {"properties": {"pace": {"anyOf": [count, {"type": "null"}]}}},
+            "more": {"additionalProperties": {"type": "integer"}},
+        }});
+        let mut body = json!({"n": 2.0, "temperature": 1.0, "prompt": [1.0, [2.0]], "kvist": {"pace": 3.0},
+            "tools": [{"n": 1.0}], "more": {"a": 4.0, "b": 4.5}, "other": 1.0});
+        integers(&schema, &mut body);
+        let converted = json!({"n": 2, "temperature": 1.0, "prompt": [1, [2]], "kvist": {"pace": 3},
+            "tools": [{"n": 1.0}], "more": {"a": 4, "b": 4.5}, "other": 1.0});
+        assert_eq!(body.to_string(), converted.to_string());
     }
 }

@@ -4,12 +4,13 @@
 //! them wait until the first has computed the prompt (`scheduler.wait_for_prefix`), so that they find it in the cache.
 //! Dropping [`Answers`] cancels all generations that still run.
 use super::generation_request::{Figures, GenerationRequest};
+use super::merged::MergedEvents;
 use crate::error::ApiError;
 use crate::memory::Permit;
 use crate::metrics::Ended;
 use crate::state::ServerState;
 use futures_util::StreamExt;
-use futures_util::stream::{BoxStream, SelectAll, unfold};
+use futures_util::stream::unfold;
 use kvist_cache::MissReason;
 use kvist_engine::serving::{
     Done, DraftUsage, Event, Failure, FinishReason, GenerationHandle, LogProb, Rejected, Token,
@@ -25,8 +26,8 @@ pub(crate) enum Output {
     /// Log-probabilities of prompt tokens, from the second on. Only the first answer to a prompt reports them.
     Prompt(Vec<LogProb>),
     Token(Token),
-    /// The end of the answer. After [`FinishReason::Deadline`] and [`FinishReason::Cancelled`] the client also gets an
-    /// error.
+    /// The end of the answer, also of one that was never submitted. After [`FinishReason::Deadline`] and
+    /// [`FinishReason::Cancelled`] the client also gets an error.
     Done(Done),
 }
 
@@ -55,7 +56,7 @@ struct Clock {
 pub(crate) struct Answers {
     state: Arc<ServerState>,
     request: GenerationRequest,
-    running: SelectAll<BoxStream<'static, (usize, Result<Event, ApiError>)>>,
+    running: MergedEvents,
     /// Answers that are not in the queue yet.
     waiting: VecDeque<usize>,
     clocks: Vec<Clock>,
@@ -83,7 +84,7 @@ impl Answers {
         let clock = |_| Clock { first: None, last: None, tokens: 0, open: false };
         let mut answers = Answers {
             state: state.clone(),
-            running: SelectAll::new(),
+            running: MergedEvents::new(request.prompts.len(), request.n as usize, request.prompt_logprobs),
             waiting: VecDeque::new(),
             clocks: (0..total).map(clock).collect(),
             cached: vec![None; request.prompts.len()],
@@ -182,7 +183,7 @@ impl Answers {
             Some(record) => record(generation),
             None => unfold(generation, next).boxed(),
         };
-        self.running.push(events.map(move |event| (index, event)).boxed());
+        self.running.push(index, events);
         Ok(())
     }
 
@@ -242,7 +243,11 @@ impl Answers {
                 () = stopped => return Err(ApiError::shutting_down(self.state.retry_after_s())),
                 // The engine ends the jobs that it has. Answers that were never submitted end here.
                 () = tokio::time::sleep_until(deadline), if self.running.is_empty() => {
-                    return Err(ApiError::deadline());
+                    if let Some(index) = self.waiting.pop_front() {
+                        let (finish, text) = (FinishReason::Deadline, String::new());
+                        let done = Done { finish, text, usage: Default::default() };
+                        return Ok(Some((index, Event::Done(done))));
+                    }
                 }
                 () = tokio::time::sleep(ASK_AGAIN), if !self.waiting.is_empty() => {}
             }
@@ -313,6 +318,11 @@ impl Answers {
 
     /// Account for the end of an answer.
     fn end(&mut self, index: usize, done: &Done, now: Instant) {
+        if !self.clocks[index].open {
+            // It was never submitted, so metrics do not count it either.
+            self.ended = Some("deadline");
+            return;
+        }
         let since = now.duration_since(self.began);
         let how = match done.finish {
             FinishReason::EndOfText | FinishReason::Stop(_) => Ended::Stop,

@@ -148,6 +148,16 @@ impl GenerationRequest {
         if choices > u64::from(state.bounds.max_choices) {
             return Err(too_many(self.prompts.len(), self.n, state.bounds.max_choices));
         }
+        let most = state.engine.most_queued(&self.caller.name);
+        if self.prompts.len() > most {
+            // The queue would be full for it forever, however often the client tries again.
+            let message = format!(
+                "the request has {} prompts, each of which needs a place in the queue, but this key can have at most \
+                 {most} places (max_queue). Send fewer prompts at a time",
+                self.prompts.len()
+            );
+            return Err(ApiError::invalid(param, message));
+        }
         for prompt in &self.prompts {
             let tokens = prompt.len() as u64;
             if tokens == 0 {

@@ -118,7 +118,8 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
             "propertyNames": {"pattern": NATURAL},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         })),
-        "seed": integer(i64::MIN, i64::MAX, "The same seed gives the same answer. By default the seed is random."),
+        "seed": integer(i64::MIN, i64::MAX, "The same seed gives the same answer. By default, and with -1, the seed \
+                                              is random."),
         "n": integer(1, i64::from(b.max_choices), "Number of answers to each prompt."),
         "stop": {
             "description": "Strings that end the answer. They are not part of it.",

@@ -17,7 +17,8 @@ pub(crate) fn sampling(common: &Common, shipped: &SamplingDefaults) -> SamplerCo
         repetition_window: usize::MAX,
         frequency_penalty: common.frequency_penalty.unwrap_or(0.0),
         presence_penalty: common.presence_penalty.unwrap_or(0.0),
-        seed: common.seed.map_or_else(random_seed, |seed| seed as u64),
+        // -1 is random, as in vLLM and llama.cpp.
+        seed: common.seed.filter(|seed| *seed != -1).map_or_else(random_seed, |seed| seed as u64),
     }
 }
 
@@ -48,5 +49,17 @@ mod tests {
             (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty),
             (0.0, 0, 1.0, 1.0)
         );
+    }
+
+    /// Regression: -1 was a seed like any other, so every answer was the same.
+    #[test]
+    fn a_seed_of_minus_one_is_random() {
+        let seed = |body: &str| {
+            sampling(&serde_json::from_str::<Common>(body).unwrap(), &SamplingDefaults::default()).seed
+        };
+        assert_eq!((seed(r#"{"seed": 7}"#), seed(r#"{"seed": -2}"#)), (7, -2_i64 as u64));
+        let drawn = r#"{"seed": -1}"#;
+        assert_ne!(seed(drawn), seed(drawn));
+        assert_ne!(seed("{}"), seed("{}"));
     }
 }

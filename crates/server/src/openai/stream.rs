@@ -198,7 +198,7 @@ mod tests {
     struct Three(usize);
 
     impl AnswerWriter for Three {
-        fn head(&self, _streamed: bool) -> Value {
+        fn head(&mut self, _streamed: bool) -> Value {
             json!({})
         }
         fn prompt_chunk(&mut self, _index: usize, complete: bool) -> Option<Value> {

@@ -1,10 +1,11 @@
-//! `return_token_ids`: the tokens of prompts and answers in a response, as vLLM returns them.
+//! `return_token_ids`: the tokens of prompts and answers in a response, as vLLM returns them. A completion has
+//! `prompt_token_ids` in its choice. A chat completion has them beside its choices, because these share one prompt.
 use super::generation_request::GenerationRequest;
 use kvist_engine::serving::Token;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Adds tokens to choices.
+/// Adds tokens to a response.
 #[derive(Default)]
 pub(super) struct TokenIds {
     /// The prompts, if their tokens were asked for.
@@ -28,19 +29,17 @@ impl TokenIds {
         !self.prompts.is_empty()
     }
 
-    /// Adds `token_ids` to this choice of an answer, and `prompt_token_ids` to its first one.
-    pub fn add(&mut self, choice: &mut Value, index: usize, tokens: &[Token]) {
-        if !self.are_wanted() {
-            return;
+    /// Adds `token_ids` to this choice.
+    pub fn add(&self, choice: &mut Value, tokens: &[Token]) {
+        if self.are_wanted() {
+            choice["token_ids"] = tokens.iter().map(|token| token.id).collect();
         }
-        choice["token_ids"] = tokens.iter().map(|token| token.id).collect();
-        self.add_prompt(choice, index);
     }
 
-    /// Adds `prompt_token_ids`, unless an earlier choice of this answer has them.
-    pub fn add_prompt(&mut self, choice: &mut Value, index: usize) {
+    /// Adds `prompt_token_ids` of this answer, unless they were added before.
+    pub fn add_prompt(&mut self, to: &mut Value, index: usize) {
         if self.are_wanted() && !std::mem::replace(&mut self.begun[index], true) {
-            choice["prompt_token_ids"] = json!(&*self.prompts[index / self.n]);
+            to["prompt_token_ids"] = json!(&*self.prompts[index / self.n]);
         }
     }
 }

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 /// Format in which an endpoint writes answers.
 pub(crate) trait AnswerWriter: Send + 'static {
-    /// The fields around the choices; `streamed` for chunks.
-    fn head(&self, streamed: bool) -> Value;
+    /// The fields around the choices; `streamed` for chunks. Called once for each chunk, in order.
+    fn head(&mut self, streamed: bool) -> Value;
     /// Log-probabilities of a prompt have arrived through this answer.
     fn prompt(&mut self, index: usize, scores: Vec<LogProb>) {
         let _ = (index, scores);

@@ -37,17 +37,15 @@ pub(crate) async fn generate(Path(id): Path<String>, posted: Posted) -> Result<R
     let prepared = posted.prepare(move |state, caller, body| prepare(state, caller, &id, body));
     let Prepared { mut request, run, parser, is_chat, common } = prepared.await?;
     let session = run.generation.guard().id.to_string();
+    let begins = !run.generation.continues_answer();
     request.session = Some(session.as_str().into());
     request.record = Some(Box::new(|generation| run.follow(generation)));
-    let (logprobs, id) = (request.logprobs.is_some(), request.id.clone());
+    let chat = is_chat.then(|| ChatWriter::new(&state, &request, std::iter::once(parser), begins));
     let text = CompletionWriter::new(&state, &request);
     let answers = Answers::begin(&state, request)?;
-    match is_chat {
-        true => {
-            let writer = ChatWriter::new(&state, id, std::iter::once(parser), logprobs);
-            stream::respond(answers, WithSession { writer, session }, &common).await
-        }
-        false => stream::respond(answers, WithSession { writer: text, session }, &common).await,
+    match chat {
+        Some(writer) => stream::respond(answers, WithSession { writer, session }, &common).await,
+        None => stream::respond(answers, WithSession { writer: text, session }, &common).await,
     }
 }
 
@@ -189,7 +187,11 @@ impl Run {
     /// the client disconnects.
     fn follow(self, generation: GenerationHandle) -> EventStream {
         let (sender, events) = mpsc::channel(MAX_BEHIND);
-        tokio::spawn(self.record(generation, sender));
+        let unsettled = self.state.unsettled.begin();
+        tokio::spawn(async move {
+            self.record(generation, sender).await;
+            drop(unsettled);
+        });
         unfold(events, |mut events| async move { Some((events.recv().await?, events)) }).boxed()
     }
 
@@ -275,7 +277,7 @@ struct WithSession<W> {
 }
 
 impl<W: AnswerWriter> AnswerWriter for WithSession<W> {
-    fn head(&self, streamed: bool) -> Value {
+    fn head(&mut self, streamed: bool) -> Value {
         let mut head = self.writer.head(streamed);
         head["session"] = self.session.as_str().into();
         head

@@ -194,10 +194,9 @@ fn log_probabilities_add_up() {
         .flat_map(|s| s["bytes"].as_array().unwrap())
         .map(|b| b.as_u64().unwrap() as u8)
         .collect();
-    assert_eq!(
-        String::from_utf8(bytes).unwrap(),
-        whole["choices"][0]["message"]["content"].as_str().unwrap()
-    );
+    // The space that begins the answer has its score, but is no content.
+    let text = String::from_utf8(bytes).unwrap();
+    assert_eq!(text.trim_start_matches(' '), whole["choices"][0]["message"]["content"].as_str().unwrap());
     let events = server.post("/v1/chat/completions", &with(body, json!({"stream": true}))).events();
     let streamed: Vec<Value> = events
         .iter()
@@ -299,12 +298,35 @@ fn conversations_without_a_template_are_plain() {
     let whole = server.post("/v1/chat/completions", &body).good();
     assert_eq!(whole["object"], "chat.completion");
     assert_eq!(whole["choices"][0]["message"]["role"], "assistant");
-    assert_eq!(whole["choices"][0]["message"]["content"], cut.as_str());
+    // Regression: the space that the model writes after `assistant:` was part of the content. The next prompt had it
+    // twice, because the template writes one too, and was not found in the cache behind it.
+    let content = cut.strip_prefix(' ').expect("this model writes the space").to_string();
+    assert_eq!(whole["choices"][0]["message"]["content"], content.as_str());
+    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+    let mut more = messages.clone();
+    more.as_array_mut().unwrap().extend([turn("assistant", &content), turn("user", "And?")]);
+    let told = |path: &str, messages: &Value, more: Value| {
+        server
+            .post(
+                path,
+                &with(
+                    json!({"messages": messages, "max_tokens": 16, "temperature": 0, "ignore_eos": true}),
+                    more,
+                ),
+            )
+            .good()
+    };
+    let ids = told("/v1/chat/completions", &messages, json!({"return_token_ids": true}));
+    let mut known = ids["prompt_token_ids"].as_array().unwrap().clone();
+    known.extend(ids["choices"][0]["token_ids"].as_array().unwrap().iter().cloned());
+    let next = told("/v1/chat/completions/render", &more, json!({}))["token_ids"].as_array().unwrap().clone();
+    // The tokens around the end may be split in another way.
+    assert!(next.starts_with(&known[..known.len() - 4]), "{next:?}, {known:?}");
     let events = server.post("/v1/chat/completions", &with(body, json!({"stream": true}))).events();
     assert_eq!(events[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
     assert_eq!(events[0]["object"], "chat.completion.chunk");
     let reason = if cut == expected { "length" } else { "stop" };
-    assert_eq!(spoken(&events, |c| c["delta"]["content"].as_str()), [(cut, reason.into())]);
+    assert_eq!(spoken(&events, |c| c["delta"]["content"].as_str()), [(content, reason.into())]);
     // Without a limit the answer continues to the end of the context, or of the text.
     let body = json!({"messages": messages, "temperature": 0});
     let whole = server.post("/v1/chat/completions", &body).good();

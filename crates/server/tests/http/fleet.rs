@@ -39,7 +39,7 @@ fn a_rendered_prompt_is_the_prompt_that_runs() {
     let chat = json!({"messages": messages});
     let rendered = server.post("/v1/chat/completions/render", &chat).good();
     let answered = server.post("/v1/chat/completions", &with(chat.clone(), &ids)).good();
-    assert_eq!(tokens(&rendered["token_ids"]), tokens(&answered["choices"][0]["prompt_token_ids"]));
+    assert_eq!(tokens(&rendered["token_ids"]), tokens(&answered["prompt_token_ids"]));
     assert_eq!(answered["usage"]["prompt_tokens"], tokens(&rendered["token_ids"]).len());
     // What the call would refuse is refused, and nothing was computed for it.
     let (status, param, ..) = server.post("/v1/chat/completions/render", &json!({"messages": []})).error();
@@ -58,15 +58,22 @@ fn streamed_token_ids_are_the_answer() {
         [("/v1/completions", json!({"prompt": "let \u{e9} = "})), ("/v1/chat/completions", chat)]
     {
         let body = with(body, &more);
-        let whole = server.post(path, &body).good()["choices"][0].clone();
+        let document = server.post(path, &body).good();
+        let whole = &document["choices"][0];
         let events = server.post(path, &with(body, &json!({"stream": true}))).events();
         let choices: Vec<&Value> = events.iter().filter_map(|event| event["choices"].get(0)).collect();
         let ids = choices.iter().filter_map(|choice| choice.get("token_ids"));
         let streamed: Vec<u32> = ids.flat_map(tokens).collect();
         assert_eq!(streamed, tokens(&whole["token_ids"]), "{path}");
-        let prompts: Vec<&Value> =
-            choices.iter().filter_map(|choice| choice.get("prompt_token_ids")).collect();
-        assert_eq!(prompts, [&whole["prompt_token_ids"]], "{path}: once");
+        // As in vLLM: a chat's prompt is beside the choices, a completion's in its choice.
+        let (prompt, of_event): (_, fn(&Value) -> &Value) = match path {
+            "/v1/completions" => (&whole["prompt_token_ids"], |event| &event["choices"][0]),
+            _ => (&document["prompt_token_ids"], |event| event),
+        };
+        let prompts = events.iter().map(|event| of_event(event).get("prompt_token_ids"));
+        let prompts: Vec<Option<&Value>> = prompts.collect();
+        assert_eq!(prompts[0], Some(prompt), "{path}");
+        assert!(prompts[1..].iter().all(Option::is_none), "{path}: once");
     }
     // An answer without tokens still tells its prompt.
     let none =

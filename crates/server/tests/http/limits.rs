@@ -131,14 +131,18 @@ fn a_full_queue_says_so() {
     let answer = server.post("/v1/completions", &one);
     assert_eq!((answer.status, answer.error().2.as_str()), (429, "queue_full"));
     assert!(answer.header("retry-after").is_some());
-    // Of several prompts some would still fit: all are rejected together.
-    let several = server.post("/v1/completions", &endless(json!({"prompt": ["a", "b", "c"], "n": 1})));
+    let several = server.post("/v1/completions", &endless(json!({"prompt": ["a", "b"], "n": 1})));
     assert_eq!(several.status, 429);
     assert_eq!(server.get("/health").status, 200);
     drop(streams);
     drop(paused);
     server.becomes_idle();
     assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);
+    // Regression: more prompts than there are places were told to try again, forever.
+    let error = server.post("/v1/completions", &json!({"prompt": ["a", "b", "c"], "max_tokens": 1})).error();
+    assert_eq!((error.0, error.1.as_str(), error.2.as_str()), (400, "prompt", "invalid_value"), "{error:?}");
+    assert!(error.3.contains("3 prompts") && error.3.contains("2 places"), "{error:?}");
+    assert_eq!(server.post("/v1/completions", &json!({"prompt": ["a", "b"], "max_tokens": 1})).status, 200);
 }
 
 /// Regression: requests that waited for memory for their scores were not counted in the queue, and were
@@ -219,6 +223,30 @@ fn deadlines_end_requests() {
     assert_eq!((answer.status, answer.error().2.as_str()), (408, "deadline_exceeded"));
     assert_eq!(answer.header("x-should-retry"), Some("false"));
     drop(streams);
+    server.becomes_idle();
+}
+
+/// Regression: one answer that had nothing yet at the deadline discarded what the others had. Answers that the queue had no place
+/// for discarded all, too.
+#[test]
+fn a_deadline_leaves_the_answers_that_have_begun() {
+    let mut config = config();
+    (config.scheduler.max_batch, config.limits.max_queue) = (1, 2);
+    let server = Server::start(config);
+    for body in [json!({"prompt": ["a", "b"], "n": 1}), json!({"prompt": "a", "n": 4})] {
+        let ask = |ms: u64| {
+            let late = json!({"stream": false, "kvist": {"timeout_ms": ms, "pace": 1}});
+            server.post("/v1/completions", &endless(with(body.clone(), &late)))
+        };
+        // On a busy machine the first answer may have no token within the first of these times.
+        let whole = [2_000, 60_000].into_iter().map(ask).find(|answer| answer.status == 200);
+        let whole = whole.expect("a token within a minute").good();
+        assert_eq!(whole["kvist"]["ended"], "deadline_exceeded", "{whole}");
+        let choices = whole["choices"].as_array().unwrap();
+        assert_eq!(choices.len(), body["prompt"].as_array().map_or(4, Vec::len));
+        assert!(choices.iter().all(|choice| choice["finish_reason"] == "length"), "{whole}");
+        assert_eq!(choices.last().unwrap()["text"], "", "{whole}");
+    }
     server.becomes_idle();
 }
 
