@@ -201,7 +201,7 @@ impl<'a> Fleet<'a> {
             },
             Kind::Arrival => {
                 if let Some((at_ns, number)) = self.load.arrivals.pop(self.now) {
-                    self.tally.arrived(at_ns);
+                    self.tally.arrived(number, at_ns);
                     self.send(Ticket::new(number, at_ns));
                 }
             }
@@ -311,6 +311,8 @@ impl<'a> Fleet<'a> {
         if let Some(store) = &mut self.store {
             store.fail(self.now, worker);
         }
+        // What has been copied by now is in the tiers, as far as they outlive the worker.
+        member.worker.report_transfers(self.now);
         self.router.left(worker);
         self.tally.left(self.now, worker, &mut member, &self.options.run, true);
         self.durable.insert(worker, member.take_durable(&self.options.durable_tiers));

@@ -132,6 +132,8 @@ pub struct RequestCounts {
     pub cancelled: u64,
     /// Still running or waiting at the end.
     pub unfinished: u64,
+    /// Follow-ups whose parents did not finish.
+    pub never_arrived: u64,
     /// Finished, but after their deadline.
     pub late: u64,
 }
@@ -177,8 +179,8 @@ pub struct Attainment {
     pub asked: Objectives,
     /// Number of requests that met every objective.
     pub met: u64,
-    /// Share of all requests except cancelled ones; refused and unfinished requests count as not meeting them. Absent
-    /// if there are no requests.
+    /// Share of all requests except cancelled ones; refused and unfinished requests, and those that never arrived, count
+    /// as not meeting them. Absent if there are no requests.
     pub attainment: Option<f64>,
 }
 
@@ -192,6 +194,7 @@ impl Report {
                 RequestOutcome::Refused => counts.refused += 1,
                 RequestOutcome::Cancelled => counts.cancelled += 1,
                 RequestOutcome::Unfinished => counts.unfinished += 1,
+                RequestOutcome::NeverArrived => counts.never_arrived += 1,
             }
             counts.late += u64::from(row.is_late());
         }
@@ -208,7 +211,8 @@ impl Report {
         };
         let met = finished().filter(|row| row.meets(objectives)).count() as u64;
         let asked = counts.total - counts.cancelled;
-        let begin_ns = rows.iter().map(|row| row.arrival_ns).min().unwrap_or(0);
+        let arrived = rows.iter().filter(|row| row.outcome != RequestOutcome::NeverArrived);
+        let begin_ns = arrived.map(|row| row.arrival_ns).min().unwrap_or(0);
         let end_ns = rows.iter().filter_map(|row| row.finished_ns).max().unwrap_or(begin_ns);
         let duration_s = end_ns.max(record.timeline.end_ns()).saturating_sub(begin_ns) as f64 / 1e9;
         let per_s = |n: u64| if duration_s > 0.0 { n as f64 / duration_s } else { 0.0 };

@@ -24,7 +24,7 @@ pub struct Request {
     pub deadline_ns: Option<u64>,
     /// Larger is more urgent.
     pub priority: i32,
-    /// A request that must finish first. This one then arrives at the later of `arrival_ns` and the parent's finish
+    /// A request that must finish first: if it is refused or cancelled, this one never arrives. Otherwise it arrives at the later of `arrival_ns` and the parent's finish
     /// plus `think_ns`. In a file the parent comes earlier; in a list it may be anywhere.
     pub parent: Option<u64>,
     /// Nanoseconds between the parent's finish and this arrival. Ignored without a parent.

@@ -1,7 +1,7 @@
 //! The event loop: the real scheduler and cache bookkeeping, driven in virtual time.
 //!
 //! Requests arrive between steps, ordered by time and, at equal times, by list position. A follow-up arrives after its
-//! parent ends. The executor gets step times from a cost model and knows when answers end. It reports how
+//! parent has finished; if that was refused or cancelled, never. The executor gets step times from a cost model and knows when answers end. It reports how
 //! many decode steps pass before the next arrival or end; those run as one, and the results are byte-identical to
 //! single steps.
 //!
@@ -223,7 +223,7 @@ impl<'a> Simulation<'a> {
             worker,
             arrivals: Arrivals::new(requests),
             memory,
-            rows: requests.iter().map(waiting_row).collect(),
+            rows: requests.iter().map(RequestRow::expected).collect(),
             cache_counts,
             timeline: Timeline::default(),
             load: Load::default(),
@@ -237,6 +237,7 @@ impl<'a> Simulation<'a> {
         while let Some((at_ns, i)) = self.arrivals.pop(now) {
             let row = &mut self.rows[i];
             row.arrival_ns = at_ns;
+            row.outcome = RequestOutcome::Unfinished;
             self.load.queued_requests += 1;
             self.timeline.note(at_ns, self.load);
             row.deadline_ns = self.worker.submit(now, i as u64, &self.requests[i], at_ns, self.options);
@@ -367,17 +368,6 @@ impl<'a> Simulation<'a> {
             activity,
         };
         Run { record, counters, turns }
-    }
-}
-
-fn waiting_row(request: &Request) -> RequestRow {
-    RequestRow {
-        id: request.id,
-        arrival_ns: request.arrival_ns,
-        prompt_tokens: request.prompt_tokens,
-        deadline_ns: request.deadline_ns,
-        outcome: RequestOutcome::Unfinished,
-        ..RequestRow::default()
     }
 }
 

@@ -167,6 +167,10 @@ enum Row {
 trait RowReader {
     /// Parses one row. `id` becomes the id of the request unless the file specifies one.
     fn row(&mut self, line: &str, id: u64) -> Result<Row, RowError>;
+    /// Returns whether the first line of a file names its columns: it made the reader, and is no row.
+    fn has_header(&self) -> bool {
+        false
+    }
     /// Returns whether times are relative to the first request, whatever the file's origin is.
     fn counts_from_first(&self) -> bool {
         true
@@ -190,7 +194,7 @@ impl Reading<'_> {
         let mut is_header = false;
         if self.begun.is_none() {
             let (format, reader) = self.begin(number, line)?;
-            is_header = matches!(format, Format::Azure | Format::BurstGpt);
+            is_header = reader.has_header();
             let trace = Trace { format, requests: Vec::new(), failed_rows: 0, skipped: Skipped::default() };
             self.begun = Some(Begun { trace, reader });
         }

@@ -1,7 +1,8 @@
 //! Replays a trace against an eviction policy with zero service time: an upper bound on what a cache of a given size
 //! is worth.
 //!
-//! For each request in list order:
+//! For each request, in list order if none waits for a parent, otherwise in order of arrival, where an answer takes no
+//! time and only thinking does:
 //! 1. *Look up*: the longest prefix of the request's blocks that is resident. These blocks are the hits.
 //! 2. *Touch* every prompt block, including a partial last one: mark it used if it is resident, otherwise insert it,
 //!    evicting one when full. [`TouchOrder::Reverse`] goes from tail to head, so that among the blocks a request
@@ -13,6 +14,7 @@
 mod numbers;
 
 use crate::request::Request;
+use crate::run::Arrivals;
 use kvist_cache::Prompt;
 use kvist_cache::evict::{self, FlatEntries, Parameters, PolicyError, Use};
 use numbers::Numbers;
@@ -52,6 +54,10 @@ pub enum NoBlocks {
         "request {request} has one id per {tokens_per_id} tokens, which do not make blocks of {block_tokens}: use a divisor or a multiple of {tokens_per_id}"
     )]
     BlockSize { request: u64, tokens_per_id: u32, block_tokens: u32 },
+    #[error(
+        "request {request} has one id per {tokens_per_id} tokens, and requests before it one per {before}: use one number in a trace"
+    )]
+    Mixed { request: u64, tokens_per_id: u32, before: u32 },
     #[error("blocks of 0 tokens: give at least 1")]
     Zero,
     #[error("more than 2^32 - 2 blocks: give larger blocks, or fewer requests")]
@@ -122,10 +128,9 @@ impl BlockStream {
         let mut numbers = Numbers::new(block_tokens);
         let mut stream =
             BlockStream { block_tokens, blocks: Vec::new(), requests: Vec::new(), n_distinct: 0 };
-        let mut now_ns = 0;
-        for request in requests {
+        for (now_ns, i) in in_order(requests) {
+            let request = &requests[i];
             numbers.append(request, &mut stream.blocks)?;
-            now_ns = request.arrival_ns.max(now_ns); // a file need not be sorted, but time must not go back
             let end = stream.blocks.len();
             stream.requests.push(RequestBlocks { end, prompt_tokens: request.prompt_tokens, now_ns });
         }
@@ -171,6 +176,26 @@ impl BlockStream {
         }
         next
     }
+}
+
+/// When each request is looked up, and its place in the list. A turn follows its parent after the time to think: of chats
+/// that were replayed one after the other, each would find all that it needs.
+fn in_order(requests: &[Request]) -> Vec<(u64, usize)> {
+    if requests.iter().all(|request| request.parent.is_none()) {
+        let mut now_ns = 0;
+        let at = |(i, request): (usize, &Request)| {
+            now_ns = request.arrival_ns.max(now_ns); // a file need not be sorted, but time must not go back
+            (now_ns, i)
+        };
+        return requests.iter().enumerate().map(at).collect();
+    }
+    let mut arrivals = Arrivals::new(requests);
+    let mut order = Vec::with_capacity(requests.len());
+    while let Some((at_ns, i)) = arrivals.pop(u64::MAX) {
+        order.push((at_ns, i));
+        arrivals.ended(i, at_ns);
+    }
+    order
 }
 
 /// Replays `stream` against the policy of this name in a cache of `capacity_blocks` (`None`: unbounded).

@@ -13,6 +13,7 @@
 mod age;
 mod directory;
 mod entry;
+mod reads;
 mod room;
 #[cfg(test)]
 mod tests;
@@ -30,6 +31,7 @@ use foyer::{
     Age, BlockEngineConfig, Device, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder,
     HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
 };
+use reads::{Reading, Reads};
 use room::{no_room, remove_regions, reserve};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -112,6 +114,7 @@ pub struct DiskFrames {
     /// The same pages for those that wait until it is their turn.
     turns: Arc<Semaphore>,
     in_order: Mutex<()>,
+    reads: Reads,
     /// Blocks that may be on their way to the files.
     writing: Arc<AtomicUsize>,
     /// Where it was opened.
@@ -192,6 +195,7 @@ impl DiskFrames {
             buffer_pages,
             turns: Arc::new(Semaphore::new(buffer_pages as usize)),
             in_order: Mutex::new(()),
+            reads: Reads::default(),
             writing: Arc::new(AtomicUsize::new(0)),
             runtime: Handle::current(),
             damaged: AtomicU64::new(0),
@@ -225,14 +229,15 @@ impl DiskFrames {
     /// opened again. So one entry at a time is numbered and queued.
     fn enqueue(&self, key: &BlockKey, frame: Frame) {
         let _one = self.in_order();
+        self.reads.note_change(key);
         self.cache.storage_writer(Key(*key.as_bytes())).force().insert(Stored(frame));
     }
 
-    /// The same for a block that was read, unless it has been removed since.
-    fn enqueue_again(&self, key: &BlockKey, frame: Frame) {
+    /// The same for a block that was read, unless it has been removed or put since.
+    fn enqueue_again(&self, reading: &Reading<'_>, frame: Frame) {
         let _one = self.in_order();
-        if !self.removed.has(key) {
-            self.cache.storage_writer(Key(*key.as_bytes())).force().insert(Stored(frame));
+        if !self.removed.has(&reading.key) && reading.is_current() {
+            self.cache.storage_writer(Key(*reading.key.as_bytes())).force().insert(Stored(frame));
         }
     }
 
@@ -275,6 +280,7 @@ impl DiskFrames {
     /// Removes a block from the regions.
     fn remove(&self, key: &BlockKey) -> Result<(), StoreError> {
         let _one = self.in_order();
+        self.reads.note_change(key);
         // What is not there needs no place in the list, unless it is just being written.
         if !self.is_in_regions(key) && self.writing.load(Relaxed) == 0 {
             return Ok(());
@@ -335,6 +341,7 @@ impl DiskFrames {
             return Ok(Some(frame));
         }
         let was_here = self.is_in_regions(key);
+        let reading = self.reads.begin(key);
         let load = self.cache.storage().load(&Key(*key.as_bytes())).await;
         Ok(match load.map_err(|error| failed("read a block", &error))? {
             Load::Entry { value, populated, .. } => {
@@ -344,7 +351,7 @@ impl DiskFrames {
                         self.buffer.clone().try_acquire_many_owned(self.pages(value.0.body.len() as u64))
                 {
                     let room = Room::of(pages, &self.writing);
-                    self.enqueue_again(key, value.0.clone());
+                    self.enqueue_again(&reading, value.0.clone());
                     drop(self.flush(room));
                 }
                 Some(value.0)

@@ -14,6 +14,11 @@ pub trait FrameStore: Send + Sync {
         Check::default()
     }
 
+    /// Whether other processes write here too.
+    fn is_shared(&self) -> bool {
+        false
+    }
+
     /// How many frames, from the first key on, are here, as [`BlockStore::lookup`] says.
     ///
     /// # Errors
@@ -166,7 +171,15 @@ impl<S: FrameStore> Framed<S> {
                 add(&self.counters.hit_bytes, bytes.len() as u64);
                 return Ok(Some(bytes));
             }
-            Ok(Opened::Expired) => add(&self.counters.expired, 1),
+            Ok(Opened::Expired) => {
+                add(&self.counters.expired, 1);
+                if self.frames.is_shared() {
+                    // By now another process may have put a new frame under this key, and a removal would take that one.
+                    add(&self.counters.misses, 1);
+                    return Ok(None);
+                }
+            }
+            // It is removed from a shared store as well: as long as it is found there, nobody puts the block again.
             Err(Damage::Length | Damage::Magic | Damage::Version | Damage::Key | Damage::Hash) => {
                 add(&self.counters.damaged, 1);
             }

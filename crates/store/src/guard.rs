@@ -95,6 +95,10 @@ impl<S: FrameStore> FrameStore for Guarded<S> {
         self.inner.check()
     }
 
+    fn is_shared(&self) -> bool {
+        self.inner.is_shared()
+    }
+
     fn lookup<'a>(
         &'a self,
         keys: &'a [BlockKey],

@@ -2,12 +2,15 @@
 //!
 //! Several processes may share it: equal blocks have equal keys, and a frame is written whole or not at all. The
 //! server bounds its size itself (`maxmemory` of Redis, a life cycle rule of S3), so a block may go at any time.
+mod unfinished;
+
 use crate::lookups::Lookups;
 use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
 use opendal::services::{FsConfig, RedisConfig, S3Config};
 use opendal::{Buffer, Configurator, ErrorKind, HttpTransporter, Operator, OperatorUri};
 use opendal_http_transport_reqwest::ReqwestTransport;
-use std::time::Duration;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
 
 /// Unfinished files of a folder.
 const UNFINISHED: &str = ".unfinished";
@@ -115,6 +118,21 @@ fn check_options(uri: &OperatorUri, known: &[&str]) -> Result<(), StoreError> {
     Err(refused(format!("the URL has {what}"), &advice))
 }
 
+/// Refuses what opendal takes and cannot use: a pool without connections panics, and Redis counts whole seconds.
+fn check_redis(config: &RedisConfig) -> Result<(), StoreError> {
+    if config.connection_pool_max_size == Some(0) {
+        return Err(refused(
+            "connection_pool_max_size is 0",
+            "Give it at least 1, or leave it out: then it is 10",
+        ));
+    }
+    if config.default_ttl.is_some_and(|ttl| ttl.as_secs() < 1) {
+        let advice = "Give it at least 1s, as in default_ttl=1h, or leave it out: then blocks stay until Redis needs the room";
+        return Err(refused("default_ttl is less than a second", advice));
+    }
+    Ok(())
+}
+
 /// Where a store is.
 enum Place {
     Redis(RedisConfig),
@@ -139,6 +157,7 @@ impl Place {
                 config.username =
                     uri.username().filter(|user| !user.is_empty()).map(str::to_owned).or(config.username);
                 config.password = uri.password().map(str::to_owned).or(config.password);
+                check_redis(&config)?;
                 Place::Redis(config)
             }
             "s3" => {
@@ -172,12 +191,17 @@ impl Place {
         }
     }
 
-    /// Makes a folder that is not there.
+    /// Makes a folder that is not there, and removes from one what earlier writes have left.
     fn operator(self) -> Result<Operator, StoreError> {
         match self {
             Place::Redis(config) => Operator::new(config.into_builder()).map_err(invalid),
             Place::S3(config) => with_http(Operator::new(config.into_builder()).map_err(invalid)?),
-            Place::Folder(config) => Operator::new(config.into_builder()).map_err(invalid),
+            Place::Folder(config) => {
+                if let Some(folder) = &config.atomic_write_dir {
+                    unfinished::remove_abandoned(Path::new(folder), SystemTime::now());
+                }
+                Operator::new(config.into_builder()).map_err(invalid)
+            }
         }
     }
 }
@@ -212,8 +236,8 @@ impl RemoteFrames {
 
     async fn write(&self, key: BlockKey, frame: Frame) -> Result<(), StoreError> {
         let buffer: Buffer = [frame.head, frame.body].into_iter().collect::<Vec<Bytes>>().into();
-        let written = self.operator.write(&path(&key), buffer).await;
-        written.map(|_| ()).map_err(|error| match is_full(&error) {
+        let written = unfinished::write(&self.operator, &path(&key), buffer).await;
+        written.map_err(|error| match is_full(&error) {
             true => {
                 let problem = describe(&error);
                 StoreError::Full { store: self.name.into(), action: "write a block", problem }
@@ -285,6 +309,10 @@ fn with_http(operator: Operator) -> Result<Operator, StoreError> {
 impl FrameStore for RemoteFrames {
     fn name(&self) -> &str {
         self.name
+    }
+
+    fn is_shared(&self) -> bool {
+        true
     }
 
     fn lookup<'a>(

@@ -32,6 +32,7 @@ struct WorkerTally {
 
 pub(super) struct Tally {
     total: u64,
+    n_arrived: u64,
     counts: RequestCounts,
     met: u64,
     queue_ns: Histogram,
@@ -62,19 +63,10 @@ pub(super) struct Tally {
 impl Tally {
     /// `cache`: the counts of a worker's empty cache.
     pub fn new(options: &FleetOptions, load: &Load<'_>, n_workers: u32, cache: CacheCounts) -> Tally {
-        let row = |number: usize| {
-            let request = load.request(number);
-            RequestRow {
-                id: request.id,
-                arrival_ns: request.arrival_ns,
-                prompt_tokens: request.prompt_tokens,
-                deadline_ns: request.deadline_ns,
-                outcome: RequestOutcome::Unfinished,
-                ..RequestRow::default()
-            }
-        };
+        let row = |number: usize| RequestRow::expected(&load.request(number));
         Tally {
             total: load.n_requests() as u64,
+            n_arrived: 0,
             counts: RequestCounts::default(),
             met: 0,
             queue_ns: Histogram::default(),
@@ -104,7 +96,11 @@ impl Tally {
         (self.counts.finished + self.counts.refused + self.counts.cancelled) as usize
     }
 
-    pub fn arrived(&mut self, at_ns: u64) {
+    pub fn arrived(&mut self, number: usize, at_ns: u64) {
+        self.n_arrived += 1;
+        if let Some(rows) = &mut self.rows {
+            (rows[number].arrival_ns, rows[number].outcome) = (at_ns, RequestOutcome::Unfinished);
+        }
         self.begin_ns.get_or_insert(at_ns);
         self.end_ns = self.end_ns.max(at_ns);
     }
@@ -182,7 +178,7 @@ impl Tally {
             RequestOutcome::Finished => self.finished(&row),
             RequestOutcome::Refused => self.counts.refused += 1,
             RequestOutcome::Cancelled => self.counts.cancelled += 1,
-            RequestOutcome::Unfinished => {}
+            RequestOutcome::Unfinished | RequestOutcome::NeverArrived => {}
         }
         if let Some(rows) = &mut self.rows {
             rows[ticket.number] = row;
@@ -214,7 +210,8 @@ impl Tally {
         routing: &str,
     ) -> (FleetReport, Vec<RequestRow>) {
         self.counts.total = self.total;
-        self.counts.unfinished = self.total - self.n_ended() as u64;
+        self.counts.unfinished = self.n_arrived - self.n_ended() as u64;
+        self.counts.never_arrived = self.total - self.n_arrived;
         let begin_ns = self.begin_ns.unwrap_or(0);
         let duration_s = self.end_ns.saturating_sub(begin_ns) as f64 / 1e9;
         let per_s = |n: u64| if duration_s > 0.0 { n as f64 / duration_s } else { 0.0 };

@@ -1,5 +1,6 @@
 //! Per-request results.
 use super::Objectives;
+use crate::request::Request;
 use serde::Serialize;
 use std::io::{self, Write};
 
@@ -13,6 +14,8 @@ pub enum RequestOutcome {
     Cancelled,
     #[default]
     Unfinished,
+    /// A follow-up whose parent did not finish.
+    NeverArrived,
 }
 
 impl RequestOutcome {
@@ -22,6 +25,7 @@ impl RequestOutcome {
             RequestOutcome::Refused => "refused",
             RequestOutcome::Cancelled => "cancelled",
             RequestOutcome::Unfinished => "unfinished",
+            RequestOutcome::NeverArrived => "never_arrived",
         }
     }
 }
@@ -30,7 +34,7 @@ impl RequestOutcome {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RequestRow {
     pub id: u64,
-    /// The actual arrival; for a follow-up, after its parent.
+    /// The actual arrival; for a follow-up, after its parent. The earliest one of a request that never arrived.
     pub arrival_ns: u64,
     /// First admission; not changed by a preemption.
     pub admitted_ns: Option<u64>,
@@ -64,6 +68,17 @@ pub struct Activity {
 }
 
 impl RequestRow {
+    /// The row of a request that has not arrived yet.
+    pub(crate) fn expected(request: &Request) -> RequestRow {
+        RequestRow {
+            id: request.id,
+            arrival_ns: request.arrival_ns,
+            prompt_tokens: request.prompt_tokens,
+            deadline_ns: request.deadline_ns,
+            outcome: RequestOutcome::NeverArrived,
+            ..RequestRow::default()
+        }
+    }
     fn since_arrival_s(&self, moment: Option<u64>) -> Option<f64> {
         Some(moment?.saturating_sub(self.arrival_ns) as f64 / 1e9)
     }

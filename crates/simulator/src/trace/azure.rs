@@ -35,6 +35,10 @@ impl RowReader for Azure {
         let output_tokens = tokens("GeneratedTokens", row.count("GeneratedTokens", self.generated)?)?;
         Ok(Row::Request { time_ns, request: Request::new(id, 0, prompt_tokens, output_tokens) })
     }
+
+    fn has_header(&self) -> bool {
+        true
+    }
 }
 
 /// Nanoseconds since 1970 of a timestamp such as `2023-11-16 18:17:03.9799600`. `T` may separate date and time, there

@@ -45,7 +45,7 @@ const FIELDS: &[Field] = &[
 
 impl RowReader for Bailian {
     fn row(&mut self, line: &str, id: u64) -> Result<Row, RowError> {
-        let line: Line = row::json(line, FIELDS)?;
+        let mut line: Line = row::json(line, FIELDS)?;
         let time_ns = line
             .timestamp
             .ns(1_000_000_000)
@@ -65,11 +65,13 @@ impl RowReader for Bailian {
         let n_tokens =
             u32::try_from((n_ids * u64::from(TOKENS_PER_ID)).min(total_tokens)).unwrap_or(u32::MAX);
         // One id past the prompt's whole blocks covers the last prompt tokens. How much output it covers is unknown.
-        let n_tokens = if n_ids <= u64::from(prompt_tokens.div_ceil(TOKENS_PER_ID)) {
-            n_tokens.min(prompt_tokens)
-        } else {
-            n_tokens
-        };
+        let prompt_ids = prompt_tokens.div_ceil(TOKENS_PER_ID);
+        let n_tokens = if n_ids <= u64::from(prompt_ids) { prompt_tokens } else { n_tokens };
+        if n_ids < u64::from(prompt_ids) {
+            // A prompt is known as a whole. Nothing says that the tokens without an id are those of another request, so
+            // they get one of their own: the publishers count ids from 0.
+            line.hash_ids.push(u64::MAX - id);
+        }
         let parent = if self.follow_parents && line.parent_chat_id >= 0 {
             // A chat that began before the trace has no parent here.
             self.requests.get(&line.parent_chat_id).copied()

@@ -57,4 +57,8 @@ impl RowReader for BurstGpt {
         }
         Ok(Row::Request { time_ns, request })
     }
+
+    fn has_header(&self) -> bool {
+        true
+    }
 }

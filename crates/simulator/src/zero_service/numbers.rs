@@ -15,11 +15,20 @@ pub(super) struct Numbers {
     block_tokens: u32,
     next: u32,
     salts: HashMap<String, u32>,
-    /// (salt, id) → start of its block numbers in `of_ids`.
-    ids: HashMap<(u32, u64), usize, RandomState>,
+    /// Of the first request with ids. Ids of another number of tokens stand for other texts.
+    tokens_per_id: Option<u32>,
+    /// (salt, id) → its block numbers in `of_ids`.
+    ids: HashMap<(u32, u64), Place, RandomState>,
     /// For each id, one number per block; [`NONE`] for blocks not seen yet.
     of_ids: Vec<u32>,
     tokens: HashMap<TokenBlock, u32>,
+}
+
+/// Where the block numbers of an id are. Room for those that were needed, not for all that a file claims an id to cover.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    begin: usize,
+    len: usize,
 }
 
 /// Salt, number of the previous block, tokens.
@@ -32,6 +41,7 @@ impl Numbers {
             block_tokens,
             next: 0,
             salts: HashMap::new(),
+            tokens_per_id: None,
             ids: HashMap::with_hasher(RandomState::with_seed(0)),
             of_ids: Vec::new(),
             tokens: HashMap::new(),
@@ -77,6 +87,10 @@ impl Numbers {
         blocks: &mut Vec<u32>,
     ) -> Result<(), NoBlocks> {
         let block_tokens = self.block_tokens;
+        let before = *self.tokens_per_id.get_or_insert(tokens_per_id);
+        if before != tokens_per_id {
+            return Err(NoBlocks::Mixed { request: request.id, tokens_per_id, before });
+        }
         let ids = request.content.ids(request.prompt_tokens).unwrap_or(&[]);
         if ids.len() as u64 * u64::from(tokens_per_id) < u64::from(request.prompt_tokens) {
             return Err(NoBlocks::Unknown { request: request.id });
@@ -107,10 +121,16 @@ impl Numbers {
         n: usize,
         blocks: &mut Vec<u32>,
     ) -> Result<(), NoBlocks> {
-        let begin = *self.ids.entry(id).or_insert(self.of_ids.len());
-        if begin == self.of_ids.len() {
-            self.of_ids.resize(begin + per_id, NONE);
+        let place = self.ids.entry(id).or_default();
+        if place.len < n {
+            // To the end, and twice as long, so that an id of which ever more is seen is seldom moved.
+            let len = n.max(2 * place.len).min(per_id);
+            let seen = place.begin..place.begin + place.len;
+            *place = Place { begin: self.of_ids.len(), len };
+            self.of_ids.extend_from_within(seen);
+            self.of_ids.resize(place.begin + len, NONE);
         }
+        let begin = place.begin;
         for at in begin..begin + n {
             if self.of_ids[at] == NONE {
                 self.of_ids[at] = self.next;

@@ -108,6 +108,29 @@ fn a_follow_up_waits_for_its_parent_wherever_it_stands() {
     assert_eq!(child.outcome, RequestOutcome::Finished);
 }
 
+/// A follow-up whose parent is refused never arrives. Rates were over the time from its earliest arrival on, as if the run had waited for
+/// it: less than those of a fleet of one worker.
+#[test]
+fn a_follow_up_of_a_refused_request_never_arrives() {
+    const SECOND: u64 = 1_000_000_000;
+    let requests = [
+        Request { parent: Some(1), ..Request::new(0, 0, 5, 5) },
+        Request::new(1, 99 * SECOND, 2_000_000_000, 1), // larger than the cache
+        Request { parent: Some(0), ..Request::new(2, 0, 5, 5) },
+        Request::new(3, 99 * SECOND, 10, 1000),
+    ];
+    let rates = ConstantRates::new(10.0, 1.0).unwrap();
+    let options = Options::default();
+    let done = run(&requests, paged(), &rates, &options, None, &mut |_| ()).unwrap();
+    let outcomes: Vec<_> = done.record.requests.iter().map(|row| row.outcome).collect();
+    let (never, finished) = (RequestOutcome::NeverArrived, RequestOutcome::Finished);
+    assert_eq!(outcomes, [never, RequestOutcome::Refused, never, finished]);
+    let report = Report::of(&done.record, &Objectives::default());
+    let n = report.requests;
+    assert_eq!((n.total, n.finished, n.refused, n.unfinished, n.never_arrived), (4, 1, 1, 0, 2));
+    assert_eq!(report.throughput.duration_s, 1.0);
+}
+
 /// Figures after the end of virtual time would be wrong, so the run fails.
 #[test]
 fn time_that_runs_out_is_an_error() {

@@ -1,8 +1,13 @@
 //! Trace readers: published formats, errors in files, and random bytes.
 use flate2::{Compression, write::GzEncoder};
-use kvist_cache::Prompt;
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec, Prompt, Vocabulary};
+use kvist_simulator::cost::ConstantRates;
+use kvist_simulator::report::RequestOutcome;
 use kvist_simulator::request::Request;
+use kvist_simulator::run::{Options, run};
 use kvist_simulator::trace::{Format, ReadOptions, Trace, TraceError, write};
+use kvist_simulator::zero_service::BlockStream;
 use kvist_testing::SplitMix64;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -97,9 +102,10 @@ fn bailian() {
     let trace = read(BAILIAN).unwrap();
     let arrivals: Vec<_> = trace.requests.iter().map(|r| r.arrival_ns).collect();
     assert_eq!(arrivals, [0, 1_386_000_000, 386_000_000]);
-    // Three ids for 33 tokens: the whole prompt. Two for 40: only its whole blocks. Two for 16: the output too.
+    // Three ids for 33 tokens: the whole prompt. Two for 40: its last block has none, and gets one. Two for 16: the output too.
     let known: Vec<_> = trace.requests.iter().map(|r| r.content.known_tokens()).collect();
-    assert_eq!(known, [33, 32, 32]);
+    assert_eq!(known, [33, 40, 32]);
+    assert_eq!(trace.requests[1].content.ids(40), Some(&[1, 2, u64::MAX - 1][..]));
     assert!(trace.requests.iter().all(|r| r.parent.is_none()));
     let order: Vec<_> = trace.into_arrival_order().iter().map(|r| r.id).collect();
     assert_eq!(order, [0, 2, 1]);
@@ -108,6 +114,32 @@ fn bailian() {
         read_with(BAILIAN.as_bytes(), ReadOptions { follow_parents: true, ..Default::default() }).unwrap();
     let parents: Vec<_> = followed.requests.iter().map(|r| r.parent).collect();
     assert_eq!(parents, [None, Some(0), None], "chat 7 began before the trace did");
+}
+
+/// The publishers may leave out the id of a partial last block. Such a prompt was known only in part, and the scheduler
+/// refused every one of them as malformed; zero service had no content for it.
+#[test]
+fn a_prompt_without_an_id_for_its_last_tokens_is_served() {
+    let row = |chat: u32, input: u32, ids: &str| {
+        format!(
+            r#"{{"chat_id": {chat}, "parent_chat_id": -1, "timestamp": {chat}, "input_length": {input}, "output_length": 2, "hash_ids": [{ids}]}}"#
+        )
+    };
+    let text = [row(1, 40, "1, 2"), row(2, 40, "1, 2"), row(3, 7, ""), row(4, 7, "")].join("\n");
+    let requests = read(&text).unwrap().requests;
+    let group = GroupSpec { capacity_tokens: 1024, visibility: Visibility::FULL, max_step_tokens: 1024 };
+    let prefix =
+        Some(PrefixSpec { vocabulary: Vocabulary::Ids { tokens_per_id: 16 }, ..PrefixSpec::default() });
+    let spec = PagedSpec { block_tokens: 16, groups: vec![group], rollback_tokens: 0, prefix };
+    let cost = ConstantRates::new(1.0, 1.0).unwrap();
+    let cache = Cache::paged(&spec).unwrap();
+    let record = run(&requests, cache, &cost, &Options::default(), None, &mut |_| {}).unwrap().record;
+    let served: Vec<_> = record.requests.iter().map(|row| (row.outcome, row.hit_tokens)).collect();
+    let finished = RequestOutcome::Finished;
+    assert_eq!(served, [(finished, 0), (finished, 32), (finished, 0), (finished, 0)]);
+
+    let stream = BlockStream::of(&requests, None).unwrap();
+    assert_eq!((stream.total_blocks(), stream.distinct_blocks()), (8, 6), "only the whole blocks are shared");
 }
 
 #[test]
@@ -121,8 +153,6 @@ fn our_own_format_comes_back_as_it_went() {
             .requests;
         let requests: Vec<Request> = requests
             .into_iter()
-            // Content that covers less than the prompt cannot be expressed in kvist's own format.
-            .filter(|r| r.content == Prompt::Unknown || r.content.known_tokens() >= r.prompt_tokens)
             .map(|r| Request { parent: r.parent.filter(|_| text != BAILIAN), ..r })
             .collect();
         let mut bytes = Vec::new();

@@ -235,6 +235,46 @@ fn salts_share_nothing() {
     assert!(run(&stream, "lru", None, TouchOrder::Reverse).cache.hit_blocks > 0);
 }
 
+/// Chats were replayed one after the other, as they stand in a drawn list, so that each turn found all of the last one.
+#[test]
+fn turns_of_chats_come_between_each_other() {
+    let of = |id, at_ns, parent, ids: &[u64]| Request {
+        content: Prompt::Ids { ids: ids.into(), tokens_per_id: 4, n_tokens: 4 * ids.len() as u32 },
+        parent,
+        think_ns: 10,
+        ..Request::new(id, at_ns, 4 * ids.len() as u32, 1)
+    };
+    let mut requests = vec![
+        of(0, 0, None, &[1]),
+        of(1, 0, Some(0), &[1, 2]),
+        of(2, 5, None, &[3]),
+        of(3, 5, Some(2), &[3, 4]),
+    ];
+    let hits = |requests: &[Request], capacity| {
+        let stream = BlockStream::of(requests, None).unwrap();
+        run(&stream, "lru", Some(capacity), TouchOrder::Reverse).cache.hit_blocks
+    };
+    assert_eq!([1, 2, 3].map(|capacity| hits(&requests, capacity)), [0, 1, 2]);
+    // Without parents the list is replayed as it is.
+    requests.iter_mut().for_each(|request| request.parent = None);
+    assert_eq!(hits(&requests, 1), 2);
+}
+
+/// An id of fewer tokens had fewer numbers, and one of more read those of the next id, or past the last one.
+#[test]
+fn a_trace_has_one_number_of_tokens_per_id() {
+    let of = |id, tokens_per_id, prompt_tokens| Request {
+        content: Prompt::Ids { ids: [7].into(), tokens_per_id, n_tokens: prompt_tokens },
+        ..Request::new(id, 0, prompt_tokens, 1)
+    };
+    let mixed = BlockStream::of(&[of(0, 4, 4), of(1, 8, 8)], Some(4));
+    assert_eq!(mixed, Err(NoBlocks::Mixed { request: 1, tokens_per_id: 8, before: 4 }));
+    // Memory is for the blocks of the prompts, not for the 4 billion that the file says the id has.
+    let stream =
+        BlockStream::of(&[of(0, u32::MAX, 3), of(1, u32::MAX, 5), of(2, u32::MAX, 2)], Some(1)).unwrap();
+    assert_eq!((stream.total_blocks(), stream.distinct_blocks()), (10, 5));
+}
+
 /// CPU time of this thread, so that other load does not count; wall time if the system does not report it.
 fn cpu_seconds() -> f64 {
     static BEGUN: std::sync::LazyLock<std::time::Instant> = std::sync::LazyLock::new(std::time::Instant::now);

@@ -128,3 +128,36 @@ async fn what_is_read_from_the_next_regions_to_go_is_written_again() {
         }
     }
 }
+
+/// A read may take its block from the files, then a put writes a newer one, and then the read writes its own again: what was put was
+/// lost.
+#[tokio::test]
+async fn what_is_put_while_a_block_is_read_stays() {
+    let key = KeyChain::root(b"reads", "").next(&[1]);
+    let frame =
+        |n: u8| Frame { head: vec![1; Frame::HEAD_BYTES].into(), body: vec![n; BODY_BYTES as usize].into() };
+    let dir = tempfile::tempdir().unwrap();
+    let (store, _) = open(dir.path(), 8).await;
+    let again = async |reading: &Reading<'_>, n: u8| {
+        store.enqueue_again(reading, frame(n));
+        store.cache.storage().wait().await;
+    };
+    store.write(key, frame(1)).await.unwrap();
+
+    let reading = store.reads.begin(&key);
+    store.write(key, frame(2)).await.unwrap();
+    again(&reading, 1).await;
+    assert_eq!(store.read(&key).await.unwrap(), Some(frame(2)));
+    drop(reading);
+
+    // Where nothing changes, it is written again.
+    let reading = store.reads.begin(&key);
+    again(&reading, 3).await;
+    assert_eq!(store.read(&key).await.unwrap(), Some(frame(3)));
+
+    // A removal is seen even if the block has been put again meanwhile, so that it is not among those that were removed.
+    store.delete(&key).await.unwrap();
+    store.write(key, frame(4)).await.unwrap();
+    again(&reading, 3).await;
+    assert_eq!(store.read(&key).await.unwrap(), Some(frame(4)));
+}

@@ -1,6 +1,6 @@
 //! Stores on servers: a folder, Redis if it is installed, and a server that speaks as much of S3 as is needed.
 //! `KVIST_REQUIRE_REDIS=1` makes a missing Redis an error.
-use crate::reference::{self, Keeps, clock, compare};
+use crate::reference::{self, Keeps, clock, compare, pass};
 use kvist_store::{BlockStore, Bytes, Limits, Remote, StoreError};
 use kvist_testing::SplitMix64;
 use kvist_testing::servers::{Redis, S3};
@@ -8,7 +8,8 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::task::Poll;
+use std::time::{Duration, Instant, SystemTime};
 
 /// Generous, for a machine that is busy with other tests; and no pause, so that no test has to wait for its end.
 const PATIENT: Limits = Limits {
@@ -70,6 +71,75 @@ async fn damaged_files_are_misses_and_are_removed() {
     assert_eq!(store.counts().damaged, 50);
 }
 
+/// A worker that found an expired frame removed what was under its key by then: what another one had put meanwhile.
+#[tokio::test]
+async fn what_has_expired_in_a_shared_store_is_not_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let key = reference::keys(1)[0];
+    let store = folder(dir.path()).with_clock(clock);
+    store.put(key, Bytes::from_static(b"old"), Some(Duration::from_millis(5))).await.unwrap();
+    pass(5);
+    assert_eq!(store.get(&key).await.unwrap(), None);
+    assert!(dir.path().join(&key.to_string()[..2]).join(key.to_string()).exists());
+    assert_eq!((store.counts().expired, store.counts().misses, store.counts().damaged), (1, 1, 0));
+}
+
+/// The files that are being written.
+fn unfinished(dir: &Path) -> usize {
+    fs::read_dir(dir.join(".unfinished")).map_or(0, |files| files.count())
+}
+
+/// A write that fails, or whose time is over, left its file for ever.
+#[tokio::test]
+async fn a_write_that_does_not_end_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = folder(dir.path());
+    let keys = reference::keys(200);
+    // A folder is where the block should be.
+    fs::create_dir_all(dir.path().join(&keys[0].to_string()[..2]).join(keys[0].to_string()).join("x"))
+        .unwrap();
+    store.put(keys[0], Bytes::from_static(b"block"), None).await.unwrap_err();
+    assert_eq!(unfinished(dir.path()), 0);
+
+    // Dropped as soon as the file is there. A write that ends before that is looked at is another one's turn.
+    let bytes = Bytes::from(vec![7; 8 << 20]);
+    let mut dropped = 0;
+    for key in &keys[1..] {
+        let mut put = store.put(*key, bytes.clone(), None);
+        let ended = std::future::poll_fn(|context| match put.as_mut().poll(context) {
+            Poll::Ready(_) => Poll::Ready(true),
+            Poll::Pending if unfinished(dir.path()) > 0 => Poll::Ready(false),
+            Poll::Pending => Poll::Pending,
+        });
+        if !ended.await {
+            dropped += 1;
+            break;
+        }
+    }
+    assert_eq!(dropped, 1);
+    let until = Instant::now() + Duration::from_secs(60);
+    while unfinished(dir.path()) > 0 {
+        assert!(Instant::now() < until, "the file stays");
+        tokio::task::yield_now().await;
+    }
+    // And the store still works.
+    store.put(keys[1], Bytes::from_static(b"block"), None).await.unwrap();
+    assert_eq!(unfinished(dir.path()), 0);
+}
+
+/// What processes that are gone have left is removed when the folder is opened.
+#[tokio::test]
+async fn old_unfinished_files_are_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join(".unfinished")).unwrap();
+    for (name, age_s) in [("old", 4000), ("young", 60)] {
+        let file = fs::File::create(dir.path().join(".unfinished").join(name)).unwrap();
+        file.set_modified(SystemTime::now() - Duration::from_secs(age_s)).unwrap();
+    }
+    drop(folder(dir.path()));
+    assert!(!dir.path().join(".unfinished/old").exists() && dir.path().join(".unfinished/young").exists());
+}
+
 #[tokio::test]
 async fn what_cannot_be_opened_is_refused_without_its_password() {
     let dir = tempfile::tempdir().unwrap();
@@ -86,7 +156,14 @@ async fn what_cannot_be_opened_is_refused_without_its_password() {
         "fs:///path?mode=hunter2",
         "redis://me:1?hunter2@host/x",
     ];
-    for url in others.into_iter().chain(unknown).chain([relative, port, &under_file]) {
+    // What opendal would panic at, and what would make every write fail.
+    let useless = [
+        "redis://me:hunter2@host/x?connection_pool_max_size=0",
+        "redis://me:hunter2@host/x?default_ttl=500ms",
+        "redis://me:hunter2@host/x?default_ttl=0s",
+    ];
+    Remote::check("redis://host/x?default_ttl=1s&connection_pool_max_size=1").unwrap();
+    for url in others.into_iter().chain(unknown).chain(useless).chain([relative, port, &under_file]) {
         assert_eq!(Remote::check(url).is_ok(), url == under_file, "{url}");
         match Remote::open(url, PATIENT) {
             Err(error) => {

@@ -36,6 +36,12 @@ impl BlockArgs {
         self.block_tokens.unwrap_or(BLOCK_TOKENS)
     }
 
+    /// The blocks that fit into the machine; `None`, which is no bound, if its memory is unknown.
+    pub fn auto_blocks(&self, costs: &CostArgs) -> anyhow::Result<Option<u32>> {
+        let tokens = costs.cache_tokens()?;
+        Ok(tokens.map(|tokens| u32::try_from(tokens).unwrap_or(u32::MAX - 1) / self.block_tokens()))
+    }
+
     pub fn parameters(&self) -> anyhow::Result<Parameters> {
         Ok(Parameters { half_life: self.half_life })
     }

@@ -56,6 +56,9 @@ struct Sweep {
 
 fn parse<T: Parser>(arguments: &[String]) -> Result<T, NoResult> {
     T::try_parse_from(arguments).map_err(|why| {
+        if !why.use_stderr() {
+            return NoResult::WrongUsage("--help is for the program: run `kvist simulate --help`".into());
+        }
         let text = why.to_string();
         let first = text.split("\n\nUsage:").next().unwrap_or_default();
         let first = first.split("\n\nFor more information").next().unwrap_or_default();

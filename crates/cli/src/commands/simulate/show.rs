@@ -34,8 +34,13 @@ fn head(setting: &BTreeMap<String, String>, n: &RequestCounts, latency: &Latency
     for (name, value) in setting {
         row(&mut text, name, value.clone());
     }
-    let rest =
-        [(n.refused, "refused"), (n.cancelled, "cancelled"), (n.unfinished, "unfinished"), (n.late, "late")];
+    let rest = [
+        (n.refused, "refused"),
+        (n.cancelled, "cancelled"),
+        (n.unfinished, "unfinished"),
+        (n.never_arrived, "never arrived"),
+        (n.late, "late"),
+    ];
     let rest = rest.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!(", {n} {what}"));
     row(&mut text, "requests", format!("{} finished{}", n.finished, rest.collect::<String>()));
 

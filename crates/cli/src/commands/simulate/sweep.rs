@@ -209,7 +209,12 @@ fn write(mut args: Args, quiet: bool) -> anyhow::Result<(Table, String)> {
     let title = format!("{}: a sweep", table.load);
     // If all rows have one capacity and one fleet size there is no curve over them.
     let comparison = present::comparison(&table);
-    let plots = if comparison.is_some() { Vec::new() } else { present::plots(&table) };
+    // With zero service a machine is not asked for: the cache has no bound.
+    let auto = match args.what.zero.zero_service {
+        true => None,
+        false => args.what.blocks.auto_blocks(&args.what.costs)?,
+    };
+    let plots = if comparison.is_some() { Vec::new() } else { present::plots(&table, auto) };
     let page = Page { title: &title, comparison, plots, ..Page::default() };
     output::write_file(&args.out.join("sweep.html"), page.render().as_bytes())?;
     write_pictures(&args.out, &page)?;

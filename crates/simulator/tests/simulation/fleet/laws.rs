@@ -4,7 +4,7 @@ use kvist_simulator::cost::ConstantRates;
 use kvist_simulator::fleet::{
     Change, FleetError, FleetOptions, MAX_WORKERS, POLICIES, Policy, WhatChanges, check, run,
 };
-use kvist_simulator::report::{RequestOutcome, RequestRow};
+use kvist_simulator::report::RequestOutcome;
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{Options, RunError};
 use kvist_simulator::speculation::{Acceptance, Speculation};
@@ -13,12 +13,12 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Whatever fails and joins: a request ends once, or is unfinished because no worker was there, or because its parent did not
-/// finish. The sums over workers are those of the fleet.
+/// Whatever fails and joins: a request ends once, or is unfinished because no worker was there, or never arrives because its parent
+/// did not finish. The sums over workers are those of the fleet.
 #[test]
 fn every_request_ends_once() {
     let mut random = SplitMix64(23);
-    let (mut retried, mut unfinished) = (0, 0);
+    let (mut retried, mut unfinished, mut never) = (0, 0, 0);
     for round in 0..120 {
         let policy = POLICIES[round as usize % POLICIES.len()].0;
         let mut options = loads::options(&mut random, policy, 8);
@@ -35,27 +35,27 @@ fn every_request_ends_once() {
         let run = run.unwrap();
         let (report, n) = (&run.report, &run.report.requests);
         assert_eq!(n.total, 100 * u64::from(options.copies));
-        assert_eq!(n.finished + n.refused + n.unfinished, n.total, "round {round}");
+        assert_eq!(n.finished + n.refused + n.unfinished + n.never_arrived, n.total, "round {round}");
         assert_eq!(seen as u64, n.finished + n.refused);
         let with = |outcome| run.rows.iter().filter(|row| row.outcome == outcome).count() as u64;
         assert_eq!(with(RequestOutcome::Finished), n.finished);
         assert_eq!(with(RequestOutcome::Refused), n.refused);
         assert_eq!(with(RequestOutcome::Unfinished), n.unfinished);
+        assert_eq!(with(RequestOutcome::NeverArrived), n.never_arrived);
         for row in run.rows.iter().filter(|row| row.outcome == RequestOutcome::Finished) {
             let times = [Some(row.arrival_ns), row.admitted_ns, row.first_token_ns, row.finished_ns];
             assert!(times.iter().all(Option::is_some) && times.is_sorted(), "{row:?}");
             let wanted = requests.iter().find(|request| request.id == row.id).map(|it| it.output_tokens);
             assert!(options.copies > 1 || wanted == Some(row.output_tokens));
         }
-        // Without a worker that is there to the end, requests may be left; otherwise only those whose parents did not finish.
-        let left = run.rows.iter().enumerate().filter(|(_, row)| row.outcome == RequestOutcome::Unfinished);
-        if alive_at_end(&options) > 0 {
-            for (i, _) in left {
-                let request = &requests[i % 100];
-                let parent = requests.iter().position(|other| Some(other.id) == request.parent);
-                let parent = parent.expect("a request without a parent ends");
-                assert_ne!(run.rows[i - i % 100 + parent].outcome, RequestOutcome::Finished, "round {round}");
-            }
+        // Without a worker that is there to the end, requests may be left.
+        assert!(n.unfinished == 0 || alive_at_end(&options) <= 0, "round {round}");
+        let left = run.rows.iter().enumerate().filter(|(_, row)| row.outcome == RequestOutcome::NeverArrived);
+        for (i, _) in left {
+            let request = &requests[i % 100];
+            let parent = requests.iter().position(|other| Some(other.id) == request.parent);
+            let parent = parent.expect("a request without a parent arrives");
+            assert_ne!(run.rows[i - i % 100 + parent].outcome, RequestOutcome::Finished, "round {round}");
         }
         let sum = |of: fn(&kvist_simulator::fleet::WorkerReport) -> u64| {
             report.fleet.list.iter().map(of).sum::<u64>()
@@ -69,6 +69,7 @@ fn every_request_ends_once() {
         assert!(report.fleet.list.iter().all(|worker| worker.busy_ratio <= 1.0), "round {round}");
         retried += report.fleet.retried_requests;
         unfinished += n.unfinished;
+        never += n.never_arrived;
 
         let again = fleet(&requests, &spec, &Uneven, &options);
         assert_eq!(
@@ -77,7 +78,10 @@ fn every_request_ends_once() {
             "round {round}: the same gives the same"
         );
     }
-    assert!(retried > 100 && unfinished > 0, "{retried} sent again, {unfinished} unfinished");
+    assert!(
+        retried > 100 && unfinished > 0 && never > 0,
+        "{retried} sent again, {unfinished} unfinished, {never} never arrived"
+    );
 }
 
 fn alive_at_end(options: &FleetOptions) -> i64 {
@@ -168,8 +172,7 @@ fn copies_are_the_load_again() {
     // Once copies had the deadlines of the first, and were late.
     assert_eq!(four.report.requests.late, 4 * one.report.requests.late);
     assert!(one.report.requests.late > 0 && one.report.requests.late < one.report.requests.finished);
-    let is_unfinished = |row: &&RequestRow| row.outcome == RequestOutcome::Unfinished;
-    assert!(one.rows.iter().filter(is_unfinished).count() > 0);
+    assert!(one.report.requests.never_arrived > 0);
     for (copy, rows) in four.rows.chunks(81).enumerate() {
         let shift_ns = 15_000_000_000 * copy as u64;
         let later = |ns: Option<u64>| ns.map(|ns| ns + shift_ns);

@@ -134,6 +134,25 @@ fn a_durable_tier_comes_back() {
     }
 }
 
+/// What has been written by the moment of a failure is in the durable tier, also if the worker is in the middle of a step: it hears of
+/// the end of a transfer only when its next step begins. The blocks of request 0 are there at 55 us, and the step of request 1 goes on
+/// until 64 us.
+#[test]
+fn a_durable_tier_has_what_was_written_during_the_last_step() {
+    let requests = [request(0, 0, 0, 41), request(1, 45_000, 1000, 17), request(2, 300_000, 0, 41)];
+    let change = |at_ns, what| Change { at_ns, worker: 0, what };
+    for (at_ns, expected) in [(60_000, 40), (55_000, 40), (54_999, 0)] {
+        let options = FleetOptions {
+            store: None,
+            durable_tiers: vec![true],
+            changes: vec![change(at_ns, WhatChanges::Fails), change(200_000, WhatChanges::Joins)],
+            ..sharing(1, None, None)
+        };
+        let run = simulate(&requests, &options);
+        assert_eq!((loaded(&run), run.report.fleet.retried_requests), (expected, 1), "{at_ns}");
+    }
+}
+
 /// A store of 12 blocks: the 7 of worker 1 push out the last 5 of worker 0, and worker 2 finds the first 5.
 #[test]
 fn a_full_store_evicts_for_all() {
@@ -184,13 +203,13 @@ fn random_fleets_with_tiers() {
         assert_eq!(together.report, single.report, "round {round}");
 
         let (report, n) = (&together.report, together.report.requests);
-        assert_eq!(n.finished + n.refused + n.unfinished, n.total, "round {round}");
+        assert_eq!(n.finished + n.refused + n.unfinished + n.never_arrived, n.total, "round {round}");
         let record = &report.tiers.as_ref().unwrap().record;
         let from_tiers: u64 = record.tiers.iter().map(|tier| tier.loaded_tokens).sum();
         assert_eq!(from_tiers, record.loaded_tokens);
         if report.steps.preemptions == 0 && report.fleet.retried_requests == 0 && n.refused == 0 {
             let prompt: u64 = together.rows.iter().map(|row| u64::from(row.prompt_tokens)).sum();
-            let unfinished = together.rows.iter().filter(|row| row.outcome == RequestOutcome::Unfinished);
+            let unfinished = together.rows.iter().filter(|row| row.outcome != RequestOutcome::Finished);
             let unfinished: u64 = unfinished.map(|row| u64::from(row.prompt_tokens)).sum();
             let computed = report.steps.prefill_tokens;
             let found = report.cache.counts.hit_tokens + record.loaded_tokens;

@@ -203,6 +203,7 @@ impl<'a> Twin<'a> {
             arrival_ns: request.arrival_ns,
             prompt_tokens: request.prompt_tokens,
             deadline_ns: request.deadline_ns,
+            outcome: RequestOutcome::NeverArrived,
             ..RequestRow::default()
         };
         let mut twin = Twin {
@@ -277,6 +278,7 @@ impl<'a> Twin<'a> {
             while arrivals.first().is_some_and(|arrival| arrival.0 <= now) {
                 let (at_ns, i) = arrivals.remove(0);
                 twin.arrived_ns[i] = at_ns;
+                (twin.rows[i].arrival_ns, twin.rows[i].outcome) = (at_ns, RequestOutcome::Unfinished);
                 twin.send(now, i);
             }
             for w in 0..twin.workers.len() {

@@ -1,5 +1,6 @@
 //! The results of a sweep as text, as CSV, and as plots.
 use super::{Row, Table};
+use crate::commands::simulate::spec::Capacity;
 use crate::options::Size;
 use kvist_simulator::html::{Comparison, Curve, Plot, Point, Quantity, Unit};
 use kvist_simulator::statistics::Estimate;
@@ -270,28 +271,37 @@ fn plots_over_tiers(table: &Table) -> Vec<Plot> {
     plots.collect()
 }
 
-/// Curves over capacity, over the number of workers, or over the size of a tier.
-pub fn plots(table: &Table) -> Vec<Plot> {
+/// The blocks of a row's cache, of which `auto` stands for so many; `None` without bound.
+fn blocks(row: &Row, auto: Option<u32>) -> Option<u32> {
+    match row.capacity.parse() {
+        Ok(Capacity::Blocks(n)) => Some(n),
+        Ok(Capacity::Hardware) => auto,
+        Ok(Capacity::Endless) | Err(_) => None,
+    }
+}
+
+/// Curves over capacity, over the number of workers, or over the size of a tier. `auto`: the blocks that this capacity
+/// stands for; `None` without bound.
+pub fn plots(table: &Table, auto: Option<u32>) -> Vec<Plot> {
     if table.has_tier_sizes() {
         return plots_over_tiers(table);
     }
     if table.has_fleet_sizes() {
         return plots_over_fleets(table);
     }
-    let several = table.has_several(|row| &row.schedule);
     let curves = |figure: &str| {
         let mut curves: Vec<Curve> = Vec::new();
         for row in &table.rows {
-            let name = if several { format!("{}, {}", row.policy, row.schedule) } else { row.policy.clone() };
-            let (Ok(x), Some(estimate)) = (row.capacity.parse::<u32>(), row.figures.get(figure)) else {
-                continue;
-            };
+            let name = table.name_of(row, &[routing, |row| &row.policy, |row| &row.schedule]);
+            let name = if name.is_empty() { row.policy.clone() } else { name };
+            let (Some(x), Some(estimate)) = (blocks(row, auto), row.figures.get(figure)) else { continue };
             add_point(&mut curves, name, x.into(), *estimate);
         }
         curves
     };
-    // Without a bound nothing is evicted, so all policies give the same result. Schedulers still differ.
-    let endless = table.rows.iter().find(|row| row.capacity == "inf").filter(|_| !several);
+    // Without a bound nothing is evicted, so all policies give the same result. Schedulers and routers still differ.
+    let several = table.has_several(|row| &row.schedule) || table.has_several(routing);
+    let endless = table.rows.iter().find(|row| blocks(row, auto).is_none()).filter(|_| !several);
     let plots = PLOTS.iter().map(|(name, title, about, y_label, unit)| Plot {
         title: (*title).to_owned(),
         about: (*about).to_owned(),
@@ -302,4 +312,52 @@ pub fn plots(table: &Table) -> Vec<Plot> {
         level: endless.and_then(|row| Some(("without bound".to_owned(), row.figures.get(*name)?.mean))),
     });
     plots.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::simulate::sweep::FleetCell;
+
+    fn row(routing: Option<&str>, capacity: &str, hits: f64) -> Row {
+        let estimate = Estimate { n: 1, mean: hits, half_width: None };
+        Row {
+            schedule: "fcfs".into(),
+            policy: "lru".into(),
+            capacity: capacity.into(),
+            tier_size: None,
+            fleet: routing.map(|routing| FleetCell { workers: 2, routing: routing.into() }),
+            seeds: 1,
+            figures: [("token_hit_ratio".to_owned(), estimate)].into(),
+        }
+    }
+
+    /// Its name and its points.
+    type Drawn = (String, Vec<(f64, f64)>);
+
+    fn hits(rows: Vec<Row>, auto: Option<u32>) -> (Vec<Drawn>, Option<f64>) {
+        let plots = plots(&Table { version: 1, load: "load".into(), rows }, auto);
+        let points = |curve: &Curve| curve.points.iter().map(|point| (point.x, point.y)).collect();
+        let curves = plots[0].curves.iter().map(|curve| (curve.name.clone(), points(curve))).collect();
+        (curves, plots[0].level.as_ref().map(|(_, level)| *level))
+    }
+
+    /// The points of all routers were joined by one line, which went up and down at each capacity.
+    #[test]
+    fn routers_have_curves_of_their_own() {
+        let rows = ["10", "20", "inf"].into_iter().zip(1..).flat_map(|(capacity, at)| {
+            [row(Some("one"), capacity, f64::from(at)), row(Some("other"), capacity, f64::from(10 * at))]
+        });
+        let curve = |name: &str, of: f64| (name.to_owned(), vec![(10.0, of), (20.0, 2.0 * of)]);
+        assert_eq!(hits(rows.collect(), None), (vec![curve("one", 1.0), curve("other", 10.0)], None));
+    }
+
+    #[test]
+    fn what_fits_into_the_machine_is_a_point_of_the_curve() {
+        let rows = || vec![row(None, "10", 1.0), row(None, "auto", 3.0), row(None, "20", 2.0)];
+        let curve = |points: &[(f64, f64)]| vec![("lru".to_owned(), points.to_vec())];
+        assert_eq!(hits(rows(), Some(30)), (curve(&[(10.0, 1.0), (20.0, 2.0), (30.0, 3.0)]), None));
+        // Of a machine whose memory is unknown.
+        assert_eq!(hits(rows(), None), (curve(&[(10.0, 1.0), (20.0, 2.0)]), Some(3.0)));
+    }
 }
