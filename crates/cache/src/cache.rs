@@ -6,6 +6,8 @@ use crate::plan::*;
 use crate::prefix::{Index, PagedSpec, PrefixEvent};
 use crate::report::{BlockUse, Occupancy, Report};
 use crate::request::*;
+use crate::run::CellRun;
+use crate::shortest_cut::ShortestCuts;
 
 /// The cache of one model. A concrete type, so that [`Kind::apply`] stays private to this crate and callers need no
 /// generics.
@@ -19,13 +21,16 @@ pub struct Cache {
     pub(crate) spec: Option<PagedSpec>,
     /// Unique in the process, to detect transfers of another cache.
     pub(crate) id: u64,
+    /// See [`Cache::set_shortest_cut`].
+    pub(crate) shortest_cuts: ShortestCuts,
 }
 
 impl Cache {
     /// Makes a cache with one cell space per layer group, in group order. `groups` must not be empty.
     pub fn new(groups: Vec<Box<dyn Kind>>) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
-        Cache { groups, epoch: 0, index: None, spec: None, id: crate::tables::unique() }
+        let (id, shortest_cuts) = (crate::tables::unique(), ShortestCuts::default());
+        Cache { groups, epoch: 0, index: None, spec: None, id, shortest_cuts }
     }
 
     /// The spec from which [`Cache::paged`] makes another, empty cache like this one; `None` if this cache was not
@@ -67,6 +72,17 @@ impl Cache {
         self.groups[0].n_nodes(seq)
     }
 
+    /// Where `group` stores the committed tokens of `seq`, ascending: the first position of each stretch of consecutive
+    /// positions, and its cells. They are at least what a query at the end of `seq` sees, and may be those of other
+    /// sequences, too. No step is planned, so a full cache answers as well. Empty if there is no such sequence or group.
+    pub fn stored_cells(&self, group: GroupId, seq: SeqId) -> Vec<(u32, CellRun)> {
+        let mut cells = Vec::new();
+        if let Some(kind) = self.groups.get(usize::from(group.0)) {
+            kind.stored_cells(seq, &mut cells);
+        }
+        cells
+    }
+
     /// Dry run: whether the cache would accept this step. Runs the same code as a real step, so admission and
     /// execution cannot disagree.
     pub fn can_run(&self, request: &StepRequest<'_>, scratch: &mut StepPlan) -> Result<(), Refused> {
@@ -78,6 +94,7 @@ impl Cache {
     pub fn clear(&mut self) {
         self.epoch += 1;
         self.groups.iter_mut().for_each(|g| g.clear());
+        self.shortest_cuts = ShortestCuts::default();
         if let Some(index) = &mut self.index {
             index.clear();
         }

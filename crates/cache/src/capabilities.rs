@@ -57,9 +57,13 @@ impl Cache {
 }
 
 impl Rewind<'_> {
-    /// Removes positions `len..`. Refused, with nothing changed, if `len` exceeds the current length.
+    /// Removes positions `len..`. Refused, with nothing changed, if `len` exceeds the current length or is less than the
+    /// [shortest cut](Cache::set_shortest_cut).
     pub fn rewind(&mut self, len: u32) -> Result<(), Refused> {
-        self.cache.fan_out(|g| g.rewinds().expect(CHECKED).rewind(len))
+        self.cache.check_cut(SeqId::ONLY, len)?;
+        self.cache.fan_out(|g| g.rewinds().expect(CHECKED).rewind(len))?;
+        self.cache.drop_shortest_cuts();
+        Ok(())
     }
 }
 
@@ -84,6 +88,9 @@ impl Sequences<'_> {
         self.can_end_at(src, until)?;
         let begins = self.cache.next_position(dst).is_none_or(|next| next == 0);
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_cp(src, dst, from, until))?;
+        if from < until.min(self.cache.next_position(src).unwrap_or(0)) {
+            self.cache.copy_shortest_cut(src, dst, until);
+        }
         if let Cache { index: Some(index), groups, .. } = &mut *self.cache
             && begins
         {
@@ -130,6 +137,7 @@ impl Sequences<'_> {
             ));
         }
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))?;
+        self.cache.drop_shortest_cuts();
         if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
             index.shortened(groups, seq);
             index.rank_newly_evictable(groups);
@@ -142,6 +150,7 @@ impl Sequences<'_> {
     pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.can_end_at(seq, if from < until { until } else { 0 })?;
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))?;
+        self.cache.drop_shortest_cuts();
         if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
             index.all_shortened(groups);
             index.rank_newly_evictable(groups);
@@ -174,6 +183,9 @@ impl Sequences<'_> {
     }
 
     fn can_end_at(&mut self, seq: SeqId, position: u32) -> Result<(), Refused> {
+        if self.cache.next_position(seq).is_some() {
+            self.cache.check_cut(seq, position)?; // an unknown sequence is refused below
+        }
         self.cache.groups.iter_mut().try_for_each(|g| g.sequences().expect(CHECKED).can_end_at(seq, position))
     }
 }

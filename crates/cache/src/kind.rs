@@ -5,6 +5,7 @@ use crate::kinds::Visibility;
 use crate::plan::{CellCopy, GroupPlan, Spans};
 use crate::report::{Occupancy, Report};
 use crate::request::Refused;
+use crate::run::CellRun;
 
 /// One cell space. `prepare` chooses cells and is pure; `fill_reads` computes visibility on demand; `apply` is the
 /// only function that changes state for a step, and it cannot fail.
@@ -25,6 +26,10 @@ pub trait Kind: Send {
     fn n_nodes(&self, _seq: SeqId) -> Option<u32> {
         None
     }
+
+    /// Appends where the committed tokens of `seq` are stored to `out`, ascending: the first position of each stretch, and
+    /// its cells. At least what a query at the end of `seq` sees; nothing if there is no such sequence.
+    fn stored_cells(&self, seq: SeqId, out: &mut Vec<(u32, CellRun)>);
 
     /// Chooses cells for the new tokens: fills `writes`, `copies`, the nodes of draft trees and `cells_end` of `out`.
     /// O(tokens placed).

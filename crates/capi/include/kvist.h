@@ -995,8 +995,9 @@ kvist_status kvist_session_free(struct kvist_session *session);
 struct kvist_text_options kvist_greedy(void);
 
 // Adds tokens to a sequence, and begins a text that `kvist_session_next` continues. If the sequence has a text already, the
-// new one continues it. Null `options` are those of `kvist_greedy`. On an error the sequence is as it was, except for
-// `KVIST_STOPPED`: what was read stays.
+// new one continues it. Null `options` are those of `kvist_greedy`. On an error the sequence is as it was, with two exceptions:
+// after `KVIST_STOPPED` what was read stays; and where a prompt fails behind its first chunk and a window has passed over what was there
+// before it, in rings and paged caches, the sequence is empty, has no text, and the text of the error says so.
 //
 // # Safety
 // `session` came from `kvist_session_new`, `tokens` has `n_tokens` elements, `options` is null or valid.
@@ -1118,8 +1119,8 @@ kvist_status kvist_session_tokens(struct kvist_session *session,
                                   size_t *n_tokens);
 
 // Writes a sequence to a file: its tokens with their K and V, and the token that `kvist_session_next` gave last. `path` has what it had
-// or the whole session afterwards, whatever happens, and a new file can be read by its owner alone. The session goes on; only
-// in a full cache the sequence loses its last token, and its text ends. `KVIST_BAD_FILE` if the file cannot be written.
+// or the whole session afterwards, whatever happens, and a new file can be read by its owner alone. The session goes on.
+// `KVIST_BAD_FILE` if the file cannot be written.
 //
 // # Safety
 // `session` came from `kvist_session_new`; `path` is null-terminated.
@@ -1143,7 +1144,7 @@ kvist_status kvist_session_resume(struct kvist_session *session,
                                   uint32_t *n_resumed);
 
 // Writes a sequence to a file that other sessions begin with, see `kvist_prefix_open`. The cache has to store it in order (any kind
-// but "ring"; the first sequence of its session), and needs room for one more token. The session goes on.
+// but "ring"; the first sequence of its session). The session goes on.
 //
 // # Safety
 // `session` came from `kvist_session_new`; `path` is null-terminated.

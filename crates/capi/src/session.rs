@@ -107,7 +107,8 @@ impl Session {
     }
 
     /// Adds `tokens` to `seq` and draws the next token, which `next` will return. A token that the caller has seen last is
-    /// part of the text and comes first. On `Err` the sequence is as it was, unless `progress` stopped the pass.
+    /// part of the text and comes first. On `Err` the sequence is as it was, unless `progress` stopped the pass, or the error says that
+    /// the sequence is empty now.
     fn prompt(
         &mut self,
         seq: SeqId,
@@ -125,11 +126,7 @@ impl Session {
         kvist_engine::check_prompt(self.session.config(), held as usize + all.len())?;
         let done = match self.session.prefill(seq, &all, &mut |done| progress(done, all.len())) {
             Ok(done) => done,
-            Err(why) => {
-                // Some chunks may have been added. A ring cannot be shortened, but is never full either.
-                let _ = truncate(self.session.cache(), seq, held);
-                return Err(why.into());
-            }
+            Err(why) => return Err(self.take_back(seq, held, why.into())),
         };
         self.texts.remove(&seq.0);
         self.known.add(seq, &all[..done]);
@@ -141,6 +138,23 @@ impl Session {
         }
         sampler.observe(&all);
         self.begin_text(seq, &all, sampler, config)
+    }
+
+    /// Removes the chunks that a prompt added to the first `held` tokens before it failed. Where windows have lost what these tokens
+    /// are followed by, the sequence is emptied, and its text ends: it must not go on behind other tokens.
+    fn take_back(&mut self, seq: SeqId, held: u32, why: Failure) -> Failure {
+        if self.session.cache().next_position(seq) == Some(held) {
+            return why;
+        }
+        let left = self.session.truncate(seq, held).unwrap_or(0);
+        if left == held {
+            return why;
+        }
+        self.known.truncate(seq, 0);
+        self.texts.remove(&seq.0);
+        let gone =
+            "the sequence is empty now, because its window had passed over what it held before the prompt";
+        Failure { text: format!("{}; {gone}", why.text), ..why }
     }
 
     /// Draws the first token of a text after `all`, from the logits of the last pass.

@@ -129,7 +129,8 @@ pub struct ModelArgs {
     /// the GPU if it has its own
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub memory: Option<Size>,
-    /// Split text as GPT-2 does if a GGUF file names a pretokenizer that kvist does not know; tokens may then be wrong
+    /// Split text as GPT-2 does if a GGUF file names no pretokenizer, or one that kvist does not know; tokens may then be
+    /// wrong
     #[arg(long)]
     pub guess_pretokenizer: bool,
     #[command(flatten)]

@@ -1,14 +1,13 @@
 //! Writing to stdout, and formatting errors.
 use anyhow::Context;
 use std::borrow::Cow;
+use std::fmt;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 /// Writes to stdout and flushes; at a terminal [`harmless`].
 pub fn show(text: &str) -> anyhow::Result<()> {
-    let text = harmless(text);
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
+    write_out(&harmless(text))
 }
 
 /// As [`show`], but dimmed if the terminal supports colours and they are not turned off.
@@ -16,9 +15,28 @@ pub fn show_dimmed(text: &str) -> anyhow::Result<()> {
     if text.is_empty() || !console::colors_enabled() {
         return show(text);
     }
-    let text = console::style(harmless(text)).dim().to_string();
+    write_out(&console::style(harmless(text)).dim().to_string())
+}
+
+fn write_out(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
+    Ok(out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(StdoutFailed)?)
+}
+
+/// stdout cannot be written. A type of its own: files and sockets can be closed pipes too, and those are failures.
+#[derive(Debug)]
+struct StdoutFailed(io::Error);
+
+impl fmt::Display for StdoutFailed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("cannot write to stdout")
+    }
+}
+
+impl std::error::Error for StdoutFailed {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.0)
+    }
 }
 
 /// The text to write to stdout. At a terminal control characters are replaced by visible marks: otherwise a model's
@@ -77,9 +95,8 @@ pub fn show_json_line(value: &impl serde::Serialize) -> anyhow::Result<()> {
 
 /// True if the error is a closed stdout pipe.
 pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
-    error
-        .chain()
-        .any(|e| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
+    let closed = |failed: &StdoutFailed| failed.0.kind() == io::ErrorKind::BrokenPipe;
+    error.chain().any(|e| e.downcast_ref().is_some_and(closed))
 }
 
 /// An error and its causes in one line, without repetition.
@@ -162,7 +179,16 @@ fn temporary_path(path: &Path) -> anyhow::Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use super::marked;
+    use super::*;
+
+    /// Any closed pipe ended the program without a message and with status 0, also that of `--out`.
+    #[test]
+    fn only_stdout_may_be_closed() {
+        let closed = || io::Error::from(io::ErrorKind::BrokenPipe);
+        assert!(is_closed_pipe(&anyhow::Error::from(StdoutFailed(closed())).context("while it was shown")));
+        assert!(!is_closed_pipe(&anyhow::Error::from(closed()).context("cannot write /tmp/out")));
+        assert!(!is_closed_pipe(&StdoutFailed(io::ErrorKind::StorageFull.into()).into()));
+    }
 
     #[test]
     fn control_characters_stand_as_marks() {

@@ -181,7 +181,7 @@ impl Chat {
     }
 
     /// Saves the current branch. See [`saved::save`]. What was undone, or was not answered, is not saved: the branch is rolled back to
-    /// its messages first.
+    /// its messages first. What a roll-back loses of them is computed again, if nothing is left.
     ///
     /// # Errors
     /// There is nothing to save, or it cannot be saved.
@@ -192,10 +192,9 @@ impl Chat {
                 return Err(nothing());
             }
             let tokens = self.tokens_of(&self.current().messages, false)?;
+            // Nothing is left of a ring, of a text shorter than a recent group, or where a window's tokens are gone.
             if self.roll_back_to(&tokens)? == 0 {
-                return Err(Error::Usage(
-                    "this kind of cache cannot be rolled back to what was not undone: send another message first".into(),
-                ));
+                self.compute(&tokens)?;
             }
             self.branches[self.current].has_more = false;
         }
@@ -346,17 +345,30 @@ impl Chat {
         })
     }
 
+    /// Computes `tokens` in the current branch, whose cache is empty. On `Err` it has the first of them, as many as were computed.
+    fn compute(&mut self, tokens: &[u32]) -> Result<(), Error> {
+        let seq = self.current().seq;
+        self.fed = Some(seq);
+        let computed = self.session.prefill(seq, tokens, &mut |_| true);
+        let cached = self.session.cache().next_position(seq).unwrap_or(0) as usize;
+        let branch = &mut self.branches[self.current];
+        (branch.cached, branch.before_answer) = (tokens[..cached].to_vec(), cached);
+        computed.map(drop)
+    }
+
     /// Rolls the current branch back to the tokens it shares with the beginning of `tokens`. Leaves at least one token
     /// to compute. Returns the number of cached tokens kept.
     fn roll_back_to(&mut self, tokens: &[u32]) -> Result<usize, Error> {
         let branch = &mut self.branches[self.current];
         let same = branch.cached.iter().zip(tokens).take_while(|(a, b)| a == b).count();
         let mut keep = same.min(tokens.len().saturating_sub(1));
+        // A generation that failed may have left tokens of an answer behind those in `cached`.
+        let held = self.session.cache().next_position(branch.seq).unwrap_or(0) as usize;
         // While another branch was fed, the newest tokens of this branch may have lost their recent rows in f16.
-        if keep < branch.cached.len() || self.fed.is_some_and(|fed| fed != branch.seq) {
+        if keep < held || self.fed.is_some_and(|fed| fed != branch.seq) {
             keep = self.session.config().cut_before(u32::try_from(keep).unwrap_or(u32::MAX)) as usize;
         }
-        if keep < branch.cached.len() {
+        if keep < held {
             let at = u32::try_from(keep).unwrap_or(u32::MAX);
             keep = self.session.truncate(branch.seq, at)? as usize;
             branch.cached.truncate(keep);

@@ -2,8 +2,8 @@
 //! attend it in place. However many processes use it, there is one copy in memory, and none of them computes it. The caches of one
 //! process need no file on a disk for that: a [`SharedPrefix`] lies in memory.
 //!
-//! Layer groups that see everything are mapped. Of groups with a window the file has the rows that later queries see, as
-//! [saved sessions](crate::saved) have, and every process copies those. Devices that do not attend files in place, as GPUs, have rows
+//! Layer groups that see everything are mapped. Of groups with a window the file has the rows that later queries see, in whole
+//! blocks, which a prefix index shares; every process copies those. Devices that do not attend files in place, as GPUs, have rows
 //! of all groups in their files: they are copied to the device, and not computed there. docs/formats/prefix.md describes the file.
 mod file;
 mod memory;
@@ -12,9 +12,10 @@ mod shared;
 pub use file::FrozenPrefix;
 pub use shared::{SharedPrefix, share, shared_bytes};
 
-use crate::saved::{CacheRows, GroupRows, Origin, check_whole, ends, shortest_cut};
+use crate::saved::{CacheRows, GroupRows, Origin, Rows, check_whole, ends, shortest_cut};
 use crate::serving::tiers::maker;
 use crate::session::ModelSession;
+use kvist_cache::kinds::Visibility;
 use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
 use kvist_device::{DeviceError, Layout, MappedRows, MappedSide, Side};
 use kvist_model::Error;
@@ -59,8 +60,18 @@ pub fn system_tokens(
     })
 }
 
-/// Images have whole blocks of cells.
+/// Images have whole blocks of cells, and files have the rows of whole blocks of positions.
 const BLOCK: u32 = 16;
+
+/// Whether the file of a text that ends at `end` has this position before it. It is one that the query there sees, or lies in a block
+/// with one: a prefix index shares whole blocks, whose other tokens are seen by queries of shorter texts.
+fn is_in_file(visibility: Visibility, end: u32, position: u32) -> bool {
+    let begin = position - position % BLOCK;
+    visibility.window.is_none_or(|window| {
+        let first = (end + 1).saturating_sub(window);
+        begin < visibility.sinks || position >= first - first % BLOCK
+    })
+}
 
 /// The layers of group `g` that own K and V, twice: once for K, once for V.
 fn layer_sides(layout: &Layout, g: usize) -> impl Iterator<Item = MappedSide> + '_ {
@@ -83,8 +94,8 @@ fn image_layout(rows: &CacheRows<'_>) -> Option<&'static str> {
     rows.runner.network.pools().image_layout()
 }
 
-/// Freezes sequence `seq`, whose tokens are those of `text`: writes its K and V to `path`, as a whole or not at all. The session
-/// needs room for one more token.
+/// Freezes sequence `seq`, whose tokens are those of `text`: writes its K and V to `path`, as a whole or not at all. The session may
+/// be full.
 ///
 /// # Errors
 /// The sequence has other tokens, or gaps that a query at its end sees; its cells are not in order where layers are mapped, or the file
@@ -121,38 +132,34 @@ fn collect(
     let layout = image_layout(&rows);
     let mut writer = file::Writer::new(text, stored, (origin, maker), layout);
     let mapped = maps(&rows, layout.is_some());
-    let seen = rows.seen_at_end(seq, stored)?;
-    if seen.iter().zip(&mapped).any(|(seen, mapped)| *mapped && !seen.iter().copied().eq(in_order(stored))) {
+    let places = rows.places(seq, stored, |visibility, position| is_in_file(visibility, stored, position));
+    let is_in_order = |places: &[(u32, u32)]| places.iter().copied().eq((0..stored).map(|at| (at, at)));
+    if places.iter().zip(&mapped).any(|(places, mapped)| *mapped && !is_in_order(places)) {
         return Err(Error::Usage(
             "this cache does not store the prefix in order: freeze it in a new cache of --kind paged".into(),
         ));
     }
     for g in (0..mapped.len()).filter(|g| mapped[*g]) {
         for side in layer_sides(rows.runner.model.layout(), g) {
-            let image =
-                rows.runner.network.pools().image(side.layer, side.side, stored.next_multiple_of(BLOCK));
+            let image = rows.runner.network.pools().image(side.layer, side.side, stored);
             writer.image(side, image?);
         }
     }
     let groups = rows.config.groups(rows.runner.model.config());
-    for (g, copied) in rows.copy_rows(seq, stored, |g| !mapped[g])?.into_iter().enumerate() {
-        if !mapped[g] {
-            if !copied.are_seen_at(stored, groups[g].visibility) {
-                return Err(Error::Usage(
-                    "tokens in the middle of the text were removed from the cache: such a text cannot be frozen".into(),
-                ));
-            }
-            writer.rows(g, &rows.sides_of(g), (k, v), copied);
+    for (g, places) in places.iter().enumerate().filter(|(g, _)| !mapped[*g]) {
+        let copied = rows.copy_rows(g, places)?;
+        if !copied.have_all_seen_at(stored, groups[g].visibility) {
+            return Err(Error::Usage(
+                "tokens in the middle of the text were removed from the cache: such a text cannot be frozen"
+                    .into(),
+            ));
         }
+        writer.rows(g, &rows.sides_of(g), (k, v), copied);
     }
     for (g, recent) in rows.copy_recent(seq, stored)?.into_iter().enumerate() {
         writer.recent(g, &rows.recent_sides_of(g), recent);
     }
     Ok(writer)
-}
-
-fn in_order(n: u32) -> impl Iterator<Item = (u32, u32)> {
-    (0..n).map(|position| (position, position))
 }
 
 fn no_images() -> Error {
@@ -192,9 +199,10 @@ pub fn begin_with(
     crate::check_prompt(session.config(), prefix.tokens().len())?;
     session.check_tokens(prefix.tokens())?;
     let most = most.min(prefix.tokens().len()) as u32;
-    let begun = place(&mut session.rows(), seq, prefix, most);
+    let mut rows = session.rows();
+    let begun = Parts::of(&rows, prefix).and_then(|parts| place(&mut rows, seq, (prefix, &parts), most));
     match begun {
-        Ok((n, shortest)) if n > 0 => session.has_rows_from(shortest),
+        Ok((n, shortest)) if n > 0 => session.cache().set_shortest_cut(seq, shortest),
         _ => session.clear()?,
     }
     begun.map(|(n, _)| n)
@@ -258,12 +266,19 @@ pub(crate) fn index(
     let no_index = || refused("the cache has no prefix index");
     rows.cache.prefixes().ok_or_else(no_index)?.open_again(seq, &of.salt, &prompt.content(n), at)?;
     // A paged cache knows by itself what windows have left behind.
-    let (placed, _) = place(rows, seq, prefix, n)?;
+    let parts = Parts::of(rows, prefix)?;
+    let (placed, _) = place(rows, seq, (prefix, &parts), n)?;
     if placed == 0 {
         let len = prefix.tokens().len();
         return Err(refused(&format!(
             "requests begin with whole blocks of {block_tokens}, and where the last one of these {len} tokens ends, they would see \
              what a window has left behind: freeze a text with so many tokens more or fewer that it ends with a block"
+        )));
+    }
+    if !parts.fill_blocks(rows, seq, block_tokens) {
+        return Err(refused(&format!(
+            "requests share whole blocks of {block_tokens}, and of some the file lacks tokens that a window has left behind, because an \
+             older kvist wrote it, or it is for blocks of {BLOCK}: freeze the text again, and use blocks of {BLOCK}"
         )));
     }
     rows.cache.prefixes().ok_or_else(no_index)?.store(seq, &prompt.content(n), at)?;
@@ -279,30 +294,55 @@ pub(crate) fn index(
     Ok(IndexedPrefix { pin, salt: of.salt.clone(), tokens, block_tokens })
 }
 
-/// Places the first tokens, at most `most`. Returns how many are there, and to how few they can be cut. The sequence is to be cleared if
-/// there are none.
+/// What a prefix has for each layer group.
+struct Parts {
+    groups: Vec<GroupRows>,
+    recent: Vec<Rows>,
+    /// Sides that are mapped.
+    sides: Vec<MappedSide>,
+}
+
+impl Parts {
+    fn of(rows: &CacheRows<'_>, prefix: &FrozenPrefix) -> Result<Self, Error> {
+        prefix.check_layout(image_layout(rows))?;
+        let mut parts = Parts { groups: Vec::new(), recent: Vec::new(), sides: Vec::new() };
+        for (g, mapped) in maps(rows, prefix.has_images()).into_iter().enumerate() {
+            parts.groups.push(if mapped {
+                for side in layer_sides(rows.runner.model.layout(), g) {
+                    parts.sides.push(prefix.side(side)?);
+                }
+                GroupRows::InPlace
+            } else {
+                GroupRows::Copied(prefix.rows(g, &rows.sides_of(g))?)
+            });
+            parts.recent.push(prefix.recent_rows(g, &rows.recent_sides_of(g))?);
+        }
+        Ok(parts)
+    }
+
+    /// Whether every block of `seq`, which ends with a block, has the rows of all its tokens.
+    fn fill_blocks(&self, rows: &CacheRows<'_>, seq: SeqId, block_tokens: u32) -> bool {
+        (0..).zip(&self.groups).all(|(g, group)| {
+            let table = rows.cache.block_table(GroupId(g), seq).unwrap_or_default();
+            let used = (0..).zip(table).filter(|(_, block)| block.is_some());
+            used.flat_map(|(i, _)| i * block_tokens..(i + 1) * block_tokens)
+                .all(|position| group.has(position))
+        })
+    }
+}
+
+/// Places the first tokens of a prefix, at most `most`. Returns how many are there, and to how few they can be cut. The sequence is to be
+/// cleared if there are none.
 fn place(
     rows: &mut CacheRows<'_>,
     seq: SeqId,
-    prefix: &FrozenPrefix,
+    (prefix, parts): (&FrozenPrefix, &Parts),
     most: u32,
 ) -> Result<(usize, u32), Error> {
-    prefix.check_layout(image_layout(rows))?;
-    let (mut groups, mut recent, mut sides) = (Vec::new(), Vec::new(), Vec::new());
-    for (g, mapped) in maps(rows, prefix.has_images()).into_iter().enumerate() {
-        groups.push(if mapped {
-            for side in layer_sides(rows.runner.model.layout(), g) {
-                sides.push(prefix.side(side)?);
-            }
-            GroupRows::InPlace
-        } else {
-            GroupRows::Copied(prefix.rows(g, &rows.sides_of(g))?)
-        });
-        recent.push(prefix.recent_rows(g, &rows.recent_sides_of(g))?);
-    }
-    let ends = ends(rows.config, rows.runner.model.config(), most, (&groups, &recent));
+    let Parts { groups, recent, sides } = parts;
+    let ends = ends(rows.config, rows.runner.model.config(), most, (groups, recent));
     let Some(&n) = ends.first() else { return Ok((0, 0)) };
-    if !rows.place_rows(seq, n, &groups)? {
+    if !rows.place_rows(seq, n, groups)? {
         return Ok((0, 0));
     }
     if !sides.is_empty() {
@@ -310,14 +350,14 @@ fn place(
             file: prefix.file(),
             len: prefix.len(),
             cells: prefix.cells(),
-            sides,
+            sides: sides.clone(),
             memory: prefix.memory(),
         };
         rows.runner.network.pools_mut().map(&mapped)?;
     }
-    if !rows.place_recent(seq, n, &recent)? {
+    if !rows.place_recent(seq, n, recent)? {
         return Ok((0, 0));
     }
     let specs = rows.config.groups(rows.runner.model.config());
-    Ok((n as usize, shortest_cut(&specs, &groups, n)))
+    Ok((n as usize, shortest_cut(&specs, groups, n)))
 }

@@ -10,6 +10,7 @@
 //! compiled or at the token where it grows too large. It costs the compiling of 64 KiB at most, some
 //! milliseconds per token and some tens of MB. Compile on a thread that may block.
 mod disjoint;
+mod exact;
 mod schema;
 
 pub use schema::Schema;

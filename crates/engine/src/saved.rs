@@ -23,7 +23,6 @@ use crate::session::ModelSession;
 pub(crate) use copy::{CacheRows, GroupRows, Rows, SideSpec};
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{Refused, SeqId};
-use kvist_device::StepError;
 use kvist_model::Error;
 use kvist_model::template::Message;
 use serde::{Deserialize, Serialize};
@@ -57,7 +56,7 @@ pub struct SavedText<'a> {
 }
 
 /// Saves sequence `seq` with its text. Writes to a temporary file beside `path`, which is synced and renamed, so that
-/// `path` has either what it had or the whole session. The cache is not changed, except that a full one loses its last token.
+/// `path` has either what it had or the whole session. The cache is not changed, and may be full.
 ///
 /// # Errors
 /// The sequence does not store the beginning of the text, tokens in its middle were removed
@@ -78,17 +77,13 @@ pub fn save(
         )));
     }
     let origin = origin.in_cache(session.model(), session.config().k)?;
-    let (stored, groups) = match session.rows().copy_rows(seq, stored, |_| true) {
-        // A full cache has no cell for that query: the last token leaves, and is computed again after a resume.
-        Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if stored > 1 => {
-            let stored = session.truncate(seq, stored - 1)?;
-            (stored, session.rows().copy_rows(seq, stored, |_| true)?)
-        }
-        copied => (stored, copied?),
-    };
-    let seen = session.config().groups(session.model().config());
-    for (group, rows) in seen.iter().zip(&groups) {
-        if !rows.are_seen_at(stored, group.visibility) {
+    let mut rows = session.rows();
+    let seen = rows.seen_at_end(seq, stored);
+    let groups = seen.iter().enumerate().map(|(g, places)| rows.copy_rows(g, places));
+    let groups = groups.collect::<Result<Vec<_>, _>>()?;
+    let specs = session.config().groups(session.model().config());
+    for (group, rows) in specs.iter().zip(&groups) {
+        if !rows.have_all_seen_at(stored, group.visibility) {
             return Err(Error::Usage(
                 "tokens in the middle of the text were removed from the cache: such a session cannot be saved".into(),
             ));
@@ -154,7 +149,7 @@ pub fn resume(
             rows.place_rows(seq, n, &stored).and_then(|all| Ok(all && rows.place_recent(seq, n, &recent)?));
         if matches!(placed, Ok(true)) {
             let groups = session.config().groups(session.model().config());
-            session.has_rows_from(shortest_cut(&groups, &stored, n));
+            session.cache().set_shortest_cut(seq, shortest_cut(&groups, &stored, n));
             return Ok(n as usize);
         }
         session.truncate(seq, 0)?;

@@ -44,6 +44,7 @@ mod forget;
 mod handle;
 mod imports;
 mod job;
+mod many;
 mod quota;
 mod request;
 mod resize;
@@ -69,6 +70,7 @@ use kvist_cache::kinds::Visibility;
 use kvist_device::{Purpose, Registry};
 use kvist_model::Model;
 use kvist_scheduler::{Ended, RequestId, Scheduler, SchedulerCounters};
+pub use many::Unserved;
 pub use quota::{QuotaFull, QuotaPermit, TenantQuota};
 pub use resize::ResizeError;
 use std::collections::BTreeMap;
@@ -333,6 +335,11 @@ impl Engine {
     /// Returns whether a job of this tenant would be queued now. Only a hint: [`Engine::submit`] decides.
     pub fn has_room(&self, tenant: &str) -> bool {
         self.shared.queue.has_room(tenant)
+    }
+
+    /// The most jobs of this tenant that can wait at a time: [`Engine::reserve`] never grants more at once.
+    pub fn most_queued(&self, tenant: &str) -> usize {
+        self.shared.queue.most(tenant)
     }
 
     /// Occupied permits of the queue: jobs that were submitted and neither admitted nor ended, and permits that

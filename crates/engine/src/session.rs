@@ -86,9 +86,6 @@ pub struct ModelSession {
     parents: Vec<Option<NodeId>>,
     path: Vec<NodeId>,
     keeping: Option<Keeping>,
-    /// A sequence came from a file that has rows of windows only as far as a text of this length and longer ones see them. Forks share
-    /// them, so it holds for all sequences.
-    shortest_cut: u32,
 }
 
 impl ModelSession {
@@ -102,7 +99,6 @@ impl ModelSession {
         let mut this = ModelSession {
             runner: Runner::open(model, registry, backend, &cache, config, channels)?,
             cache,
-            shortest_cut: 0,
             config: config.clone(),
             plan: StepPlan::default(),
             moves: MovePlan::default(),
@@ -166,14 +162,8 @@ impl ModelSession {
     /// Removes every sequence and starts again with an empty [`SeqId::ONLY`].
     pub fn clear(&mut self) -> Result<(), Error> {
         self.cache.clear();
-        self.shortest_cut = 0;
         self.keeping.iter_mut().for_each(Keeping::clear);
         self.open_only()
-    }
-
-    /// Notes that a file has given rows to a sequence, which cannot be cut to fewer tokens than this.
-    pub(crate) fn has_rows_from(&mut self, shortest_cut: u32) {
-        self.shortest_cut = self.shortest_cut.max(shortest_cut);
     }
 
     /// Whether [`truncate`](Self::truncate) can leave `len` tokens of `seq`: a query behind them sees no position whose rows a file has
@@ -182,21 +172,22 @@ impl ModelSession {
     /// # Errors
     /// [`Refused::WindowGone`]; or there is no such sequence.
     pub fn check_cut(&mut self, seq: SeqId, len: u32) -> Result<(), Refused> {
-        let held = self.cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
-        match len == 0 || len >= self.shortest_cut.min(held) {
-            true => Ok(()),
-            false => Err(Refused::WindowGone { seq, position: len }),
-        }
+        self.cache.check_cut(seq, len)
     }
 
     /// Removes the tokens of `seq` from position `len` on. Returns the number of tokens that are left: `len`, or 0 in a
     /// ring, which has overwritten the cells that a rollback needs and starts again from empty. It is 0, too, where a file has not given
-    /// what windows would see ([`check_cut`](Self::check_cut)). The sequence exists afterwards, also if nothing is left. With packed
-    /// storages, only [`CacheConfig::cut_before`] says where a sequence continues as if it had never been longer.
+    /// what windows would see ([`check_cut`](Self::check_cut)), or a paged cache has released it. The sequence exists afterwards, also if
+    /// nothing is left. With packed storages, only [`CacheConfig::cut_before`] says where a sequence continues as if it had never been
+    /// longer.
     pub fn truncate(&mut self, seq: SeqId, len: u32) -> Result<u32, Error> {
-        let len = if let Err(Refused::WindowGone { .. }) = self.check_cut(seq, len) { 0 } else { len };
+        let mut len = if let Err(Refused::WindowGone { .. }) = self.check_cut(seq, len) { 0 } else { len };
         if let Some(mut sequences) = self.cache.sequences() {
-            sequences.seq_rm(seq, len, u32::MAX)?;
+            if let Err(why) = sequences.seq_rm(seq, len, u32::MAX) {
+                let Refused::WindowGone { .. } = why else { return Err(why.into()) };
+                len = 0;
+                sequences.seq_rm(seq, 0, u32::MAX)?;
+            }
             if len == 0 {
                 match sequences.seq_new(seq) {
                     Err(Refused::SequenceExists(_)) => {}
@@ -416,6 +407,7 @@ impl ModelSession {
         if tokens.is_empty() {
             return Err(Error::EmptyPrompt);
         }
+        self.check_tokens(tokens)?; // not only when their chunk comes
         let mut done = 0;
         for chunk in tokens.chunks(self.config.max_step_tokens.max(1) as usize) {
             let last = done + chunk.len() == tokens.len();

@@ -22,11 +22,12 @@ pub(crate) enum Weights {
 const DEFAULT_QUANTS: [&str; 2] = ["Q4_K_M", "Q8_0"];
 
 /// Files besides the weights that the engine reads from a folder.
-const TEXTS: [&str; 6] = [
+const TEXTS: [&str; 7] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 ];
@@ -258,8 +259,15 @@ mod tests {
 
     #[test]
     fn a_safetensors_repository_gives_what_the_engine_reads() {
-        let texts = ["config.json", "tokenizer.json"];
-        let single = ["README.md", "config.json", "model.safetensors", "onnx/model.onnx", "tokenizer.json"];
+        let texts = ["config.json", "tokenizer.json", "special_tokens_map.json"];
+        let single = [
+            "README.md",
+            "config.json",
+            "model.safetensors",
+            "onnx/model.onnx",
+            "special_tokens_map.json",
+            "tokenizer.json",
+        ];
         let Selection::Folder { texts: chosen, weights } = choose(&name(None), &single).unwrap() else {
             panic!()
         };

@@ -5,8 +5,10 @@
 //! nesting is refused. After its [`Halt`](crate::halt::Halt) is set, a rendering ends within one loop iteration, filter
 //! or write; none of these walks a list that would weigh more than the limit if it were materialised.
 mod conversation;
+mod dates;
 mod filters;
 mod guarded;
+mod json;
 mod limits;
 
 use crate::error::Error;
@@ -340,50 +342,9 @@ fn without_generation_marks(source: &str) -> String {
     out + rest
 }
 
-/// The current date in UTC, with the few format codes that templates use.
-fn strftime_now(format: &str) -> String {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    let (year, month, day) = civil_from_days((now.as_secs() / 86_400) as i64);
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    let name = MONTHS[month as usize - 1];
-    format
-        .replace("%Y", &year.to_string())
-        .replace("%m", &format!("{month:02}"))
-        .replace("%d", &format!("{day:02}"))
-        .replace("%B", name)
-        .replace("%b", &name[..3])
-}
-
-/// Converts days since 1970-01-01 to (year, month, day), proleptic Gregorian (Hinnant, "chrono-compatible low-level
-/// date algorithms").
-fn civil_from_days(days: i64) -> (i64, u32, u32) {
-    let z = days + 719_468;
-    let era = z.div_euclid(146_097);
-    let day_of_era = z.rem_euclid(146_097);
-    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * day_of_year + 2) / 153; // March is 0
-    let day = (day_of_year - (153 * shifted + 2) / 5 + 1) as u32;
-    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 } as u32;
-    (year_of_era + era * 400 + i64::from(month <= 2), month, day)
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{ChatTemplate, civil_from_days};
+    use super::ChatTemplate;
     use crate::error::Error;
     use crate::halt::Halt;
     use minijinja::{Value, context};
@@ -418,14 +379,5 @@ mod tests {
         let template = ChatTemplate::new("t", "a").unwrap();
         let rendered = late.run(|| template.fill(context! {}, 0, &tokenizer, false));
         assert!(matches!(rendered, Err(Error::Halted)));
-    }
-
-    #[test]
-    fn days_become_dates() {
-        for (days, date) in
-            [(0, (1970, 1, 1)), (19_782, (2024, 2, 29)), (20_778, (2026, 11, 21)), (-1, (1969, 12, 31))]
-        {
-            assert_eq!(civil_from_days(days), date, "day {days}");
-        }
     }
 }

@@ -7,6 +7,7 @@ mod cuts;
 mod ends;
 mod gguf;
 mod pieces;
+pub(crate) mod stops;
 
 use crate::error::Error;
 use crate::files;
@@ -24,8 +25,8 @@ pub struct Tokenizer {
     /// Where a text may be cut before tokenization.
     cuts: Cuts,
     file: String,
-    /// Name of the file's pre-tokenizer if kvist does not support it. Its tokens would be wrong, so encoding is
-    /// refused.
+    /// Name of the file's pre-tokenizer if kvist does not support it, or [`gguf::UNNAMED`]. Its tokens would be wrong, so
+    /// encoding is refused.
     unknown_pre: Option<String>,
     /// Prepended if special tokens are wanted and the tokenizer does not add it by itself.
     prepend: Option<u32>,
@@ -42,8 +43,8 @@ impl std::fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` and `tokenizer_config.json` of a Hugging Face folder. `None` if there is no
-    /// `tokenizer.json`.
+    /// Reads `tokenizer.json` of a Hugging Face folder, and its special tokens from `tokenizer_config.json`, or from
+    /// `special_tokens_map.json` those that are not there. `None` if there is no `tokenizer.json`.
     pub fn from_folder(folder: &Path) -> Result<Option<Self>, Error> {
         let path = folder.join("tokenizer.json");
         if !path.exists() {
@@ -52,8 +53,8 @@ impl Tokenizer {
         let bytes = files::read(&path)?;
         let file = path.display().to_string();
         let inner = parse(&bytes).map_err(|what| Error::Tokenizer { file: file.clone(), what })?;
-        let config = folder_config(folder)?;
-        let text = |key: &str| special_text(config.get(key)?);
+        let (config, map) = (folder_config(folder)?, json_of(folder, "special_tokens_map.json")?);
+        let text = |key: &str| [&config, &map].into_iter().find_map(|of| special_text(of.get(key)?));
         let (bos_text, eos_text) = (text("bos_token"), text("eos_token"));
         let eos = eos_text.as_deref().and_then(|t| inner.token_to_id(t));
         let cuts = cuts_of(&inner);
@@ -96,14 +97,19 @@ impl Tokenizer {
         self.prepend.filter(|bos| special && ids.first() != Some(bos))
     }
 
-    /// Fails if the tokenizer cannot encode, because a GGUF file names a pre-tokenizer that kvist does not support.
+    /// Fails if the tokenizer cannot encode, because a GGUF file names no pre-tokenizer, or one that kvist does not
+    /// support.
     pub fn check(&self) -> Result<(), Error> {
         let Some(pre) = &self.unknown_pre else { return Ok(()) };
+        let how = match pre.as_str() {
+            gguf::UNNAMED => "does not say how it cuts words (tokenizer.ggml.pre)".into(),
+            pre => format!("cuts words by `{pre}`, which kvist does not know"),
+        };
         Err(Error::Tokenizer {
             file: self.file.clone(),
             what: format!(
-                "cuts words by `{pre}`, which kvist does not know, and other tokens would give another text: use the \
-                 model's Hugging Face folder, or --guess-pretokenizer to cut them as GPT-2 does"
+                "{how}, and other tokens would give another text: use the model's Hugging Face folder, or \
+                 --guess-pretokenizer to cut them as GPT-2 does"
             ),
         })
     }
@@ -173,7 +179,12 @@ impl Tokenizer {
 fn parse(json: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| format!("not JSON: {e}"))?;
     let parsed = quietly(|| tokenizers::Tokenizer::from_bytes(json));
-    parsed.ok_or_else(|| "contains something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
+    let parsed = parsed.ok_or_else(|| "contains something that kvist cannot read".to_string())?;
+    let mut tokenizer = parsed.map_err(|e| e.to_string())?;
+    // Files keep the settings of whoever saved them, a training's often. transformers only obeys them if it is asked to.
+    tokenizer.with_truncation(None).map_err(|e| e.to_string())?;
+    tokenizer.with_padding(None);
+    Ok(tokenizer)
 }
 
 /// A broken tokenizer gets no cuts; encoding reports the error.
@@ -183,7 +194,11 @@ fn cuts_of(tokenizer: &tokenizers::Tokenizer) -> Cuts {
 
 /// Reads `tokenizer_config.json`; null if it does not exist.
 pub(crate) fn folder_config(folder: &Path) -> Result<serde_json::Value, Error> {
-    let path = folder.join("tokenizer_config.json");
+    json_of(folder, "tokenizer_config.json")
+}
+
+fn json_of(folder: &Path, name: &str) -> Result<serde_json::Value, Error> {
+    let path = folder.join(name);
     if !path.exists() {
         return Ok(serde_json::Value::Null);
     }

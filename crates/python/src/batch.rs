@@ -1,6 +1,6 @@
 //! Many texts at once: the serving engine without HTTP.
 use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, keep};
-use crate::batch_generation::BatchGeneration;
+use crate::batch_generation::{BatchGeneration, failed};
 use crate::errors::{Class, argument, engine, file};
 use crate::model::Model;
 use crate::retained::retention;
@@ -11,7 +11,7 @@ use crate::wait::{PATIENCE, block_on, lock, ready_within};
 use kvist_device::DeviceError;
 use kvist_engine::frozen::EnginePrefix;
 use kvist_engine::memory::step_tokens;
-use kvist_engine::serving::{Engine, EngineConfig, Job, Rejected, ResizeError};
+use kvist_engine::serving::{Engine, EngineConfig, Job, Rejected, ResizeError, Unserved};
 use kvist_engine::text::Stops;
 use kvist_scheduler::Retention;
 use pyo3::prelude::*;
@@ -30,7 +30,7 @@ use std::time::Duration;
 ///     block_tokens: tokens of a block.
 ///     policy: order of the queue: fcfs, sjf, srpt, edf, laxity or priority.
 ///     prefix_cache: share equal beginnings of prompts.
-///     max_queue: texts that may wait; more raise `Busy`.
+///     max_queue: texts that may wait, at least 1. With more, `submit` raises `Busy`, and `generate` waits.
 ///     prefix: a `Prefix`, or its path, that is in the prefix index from the start, in whole blocks, and stays there. `kv` is then
 ///         that of the file unless given.
 ///     tiers: `Tiers` below the cache.
@@ -81,35 +81,39 @@ impl Batch {
         self.with(|running| running.engine.clone())
     }
 
-    fn send(&self, prompt: Prompt, wanted: &Wanted, place: Place) -> PyResult<BatchGeneration> {
+    fn job(&self, prompt: Prompt, wanted: &Wanted, stop: Arc<Stops>) -> PyResult<Job> {
         let prompt = prompt.encode(&self.model, true)?;
         if prompt.is_empty() {
             return Err(engine(kvist_model::Error::EmptyPrompt));
         }
-        let n_prompt = prompt.len();
+        let max_tokens = u32::try_from(wanted.limits.max_tokens).unwrap_or(u32::MAX);
+        let Wanted { sampling, limits } = wanted;
+        let (sampling, ignore_eos) = (*sampling, limits.ignore_eos);
+        Ok(Job { sampling, stop, ignore_eos, ..Job::new(prompt, max_tokens) })
+    }
+
+    fn send(&self, prompt: Prompt, wanted: &Wanted, place: Place) -> PyResult<BatchGeneration> {
         let Place { priority, salt, retain } = place;
-        let job = Job {
-            sampling: wanted.sampling,
-            stop: Arc::new(Stops::new(&wanted.limits.stop)),
-            ignore_eos: wanted.limits.ignore_eos,
-            priority,
-            salt,
-            retain,
-            ..Job::new(prompt, u32::try_from(wanted.limits.max_tokens).unwrap_or(u32::MAX))
-        };
+        let stop = Arc::new(Stops::new(&wanted.limits.stop));
+        let job = Job { priority, salt, retain, ..self.job(prompt, wanted, stop)? };
+        let n_prompt = job.prompt.len();
         let (engine, tiers) = self.with(|running| {
             (running.engine.clone(), running.tiers.as_ref().map(|tiers| tiers.names.clone()))
         })?;
-        let handle = engine.submit(job).map_err(|why| match why {
-            Rejected::Full { .. } => Class::Busy.with(why.to_string()),
-            Rejected::Draining => closed(),
-        })?;
+        let handle = engine.submit(job).map_err(not_queued)?;
         Ok(BatchGeneration::new(handle, n_prompt, wanted.limits.max_tokens, tiers))
     }
 }
 
 fn closed() -> PyErr {
     Class::Error.with("the batch is closed")
+}
+
+fn not_queued(why: Rejected) -> PyErr {
+    match why {
+        Rejected::Full { .. } => Class::Busy.with(why.to_string()),
+        Rejected::Draining => closed(),
+    }
 }
 
 fn not_resized(before: u64, why: &ResizeError) -> PyErr {
@@ -160,8 +164,8 @@ impl Batch {
         }
         let cache = cache_config(&mut options, "paged", &defaults)?;
         options.end()?;
-        if block_tokens == 0 || max_batch == 0 {
-            return Err(argument("`block_tokens` and `max_batch` must be at least 1"));
+        if block_tokens == 0 || max_batch == 0 || max_queue == 0 {
+            return Err(argument("`block_tokens`, `max_batch` and `max_queue` must be at least 1"));
         }
         let mut config = EngineConfig::new(cache);
         config.paged.block_tokens = block_tokens;
@@ -229,7 +233,7 @@ impl Batch {
         self.send(prompt, &wanted, Place { priority, salt: salt.into(), retain })
     }
 
-    /// Generates the texts of all prompts, and returns them in the order of the prompts.
+    /// Generates the texts of all prompts, any number of them, and returns them in the order of the prompts. If one fails, so do all.
     #[pyo3(signature = (prompts, **options))]
     #[pyo3(
         text_signature = "($self, prompts, *, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False)"
@@ -243,9 +247,14 @@ impl Batch {
         let mut options = Options::of("generate", options)?;
         let wanted = Wanted::take(&mut options, &self.model)?;
         options.end()?;
-        let sent = prompts.into_iter().map(|prompt| self.send(prompt, &wanted, Place::default()));
-        let sent = sent.collect::<PyResult<Vec<_>>>()?;
-        sent.iter().map(|generation| generation.result(py)).collect()
+        let stop = Arc::new(Stops::new(&wanted.limits.stop));
+        let jobs = prompts.into_iter().map(|prompt| self.job(prompt, &wanted, stop.clone()));
+        let jobs = jobs.collect::<PyResult<Vec<_>>>()?;
+        let engine = self.engine()?;
+        block_on(py, engine.generate_all(jobs))?.map_err(|why| match why {
+            Unserved::Rejected(why) => not_queued(why),
+            Unserved::Failed(failure) => failed(&failure),
+        })
     }
 
     /// Counters, and occupancy in cells, at the end of the last step; hits are those of recent prompts. With tiers, `tiers` has

@@ -32,7 +32,7 @@ struct Inner {
 
 const GENERATION: &str = "generation";
 
-fn failed(failure: &Failure) -> PyErr {
+pub fn failed(failure: &Failure) -> PyErr {
     match failure {
         Failure::NeverFits { .. } | Failure::UnknownToken { .. } => argument(failure.to_string()),
         other => Class::Error.with(other.to_string()),
@@ -140,7 +140,7 @@ impl BatchGeneration {
     }
 
     /// Waits for the rest and returns the whole text.
-    pub fn result(&self, py: Python<'_>) -> PyResult<String> {
+    fn result(&self, py: Python<'_>) -> PyResult<String> {
         while self.next_piece(py)?.is_some() {}
         self.text()
     }

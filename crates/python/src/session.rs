@@ -371,25 +371,14 @@ impl Session {
     fn save(&self, py: Python<'_>, path: PathBuf, messages: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let messages = crate::saved::messages(messages)?;
         without_gil(py, || {
-            let mut branch = exclusive(SESSION, &self.branch)?;
-            let pool = branch.pool.clone();
-            let mut core = pool.lock();
-            let held = branch.held(&mut core);
-            if held == 0 {
+            let branch = exclusive(SESSION, &self.branch)?;
+            let mut core = branch.pool.lock();
+            if branch.held(&mut core) == 0 {
                 return Err(argument("nothing is computed yet: call `generate` or `forward` before `save`"));
             }
             let origin = self.origin.of(&self.model, core.session.config()).map_err(engine)?;
             let text = SavedText { tokens: &branch.tokens, messages: &messages };
-            let saved = saved::save(&mut core.session, branch.seq, text, &origin, &path).map_err(file);
-            if branch.held(&mut core) < held {
-                // The cache was full, and its last token has left: what follows is computed as after a rollback.
-                let session = &mut core.session;
-                let left = session.cache().next_position(branch.seq).unwrap_or(0);
-                let keep = session.config().cut_before(left);
-                session.truncate(branch.seq, keep).map_err(engine)?;
-                branch.version += 1;
-            }
-            saved
+            saved::save(&mut core.session, branch.seq, text, &origin, &path).map_err(file)
         })
     }
 

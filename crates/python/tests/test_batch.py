@@ -62,6 +62,21 @@ def test_closing_and_dropping_cancels(batch):
     assert batch.stats()["running"] <= 1
 
 
+def test_more_prompts_than_the_queue_has_places(model):
+    # They raised Busy, and what had been sent was cancelled.
+    with kvist.Batch(model, context=1024, kv="f32", max_batch=2, max_queue=2) as batch:
+        texts = batch.generate(PROMPTS * 3, max_tokens=12, temperature=0)
+        assert texts == [alone(model, prompt) for prompt in PROMPTS] * 3
+        assert batch.generate([]) == []
+
+
+def test_long_texts_are_read_side_by_side(model):
+    # While the first was read, the others collected unread tokens, and at 4096 of them all texts were lost.
+    with kvist.Batch(model, context=1 << 14, kv="q8", max_batch=2) as batch:
+        texts = batch.generate(PROMPTS[:2], max_tokens=4500, temperature=0, ignore_eos=True)
+        assert all(len(model.encode(text)) > 2000 for text in texts)
+
+
 def test_many_threads_submit(model, batch):
     texts = {}
 
@@ -89,3 +104,5 @@ def test_errors(model):
         kvist.Batch(model, policy="best")
     with pytest.raises(ValueError):
         kvist.Batch(model, max_batch=0)
+    with pytest.raises(ValueError, match="max_queue"):
+        kvist.Batch(model, max_queue=0)

@@ -96,3 +96,12 @@ def test_ctrl_c_stops_a_simulation():
             time.sleep(0)
     timer.join()
     signal.signal(signal.SIGINT, before)
+
+
+def test_flags_that_are_given_several_times():
+    # Lists were joined by commas, which the values of --tier have themselves.
+    tiers = ["ram:64GiB,bw=20GB/s,lat=10us", "disk:2TB,bw=3GB/s,lat=100us"]
+    result = small(hardware="h100-sxm", shape="llama-3.1-8b", tier=tiers)
+    assert result.report["requests"]["finished"] == 40
+    with pytest.raises(ValueError, match="kvist simulate --help"):
+        kvist.simulate(help=True)

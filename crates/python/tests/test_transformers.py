@@ -165,6 +165,23 @@ def test_crop_fork_and_reset(models):
     assert cache.get_seq_length() == 0 and torch.equal(generate(ours, cache, 1), whole)
     del fork
     gc.collect()
+    cache.reset()
+    assert torch.equal(generate(ours, cache, 1), whole)
+    assert len(cache._core.report()[0]["sequences"]) == 1
+
+
+def test_a_fork_that_is_collected_during_a_pass(models):
+    # Its removal abandoned the pass, and the next layer found no step in flight.
+    _, ours = models
+    cache, fresh = (KvistCache(ours.config, kv="f32") for _ in range(2))
+    whole = generate(ours, cache, 1)
+    forks = [cache.fork()]
+    hook = ours.model.layers[1].register_forward_pre_hook(lambda *_: (forks.clear(), gc.collect()) and None)
+    try:
+        ended = go_on(ours, cache, whole, 4)
+    finally:
+        hook.remove()
+    assert torch.equal(ended, go_on(ours, fresh, whole, 4))
     assert len(cache._core.report()[0]["sequences"]) == 1
 
 

@@ -95,6 +95,14 @@ impl Scheduler {
         self.running.len() < self.config.max_batch as usize
     }
 
+    /// Whether the next plan may admit a waiting request or one that is being loaded, as far as the batch and the memory are known. False
+    /// if the batch has no place, or if the last plan lacked the memory and there is no more of it now.
+    pub fn may_admit(&self) -> bool {
+        let waits = !self.waiting.is_empty() || self.n_loading() > 0;
+        let has_place = self.has_batch_room() || self.order.policy().preempts();
+        waits && has_place && self.blocked.is_none_or(|surplus| self.space().surplus() > surplus)
+    }
+
     /// Admits the next waiting request. Returns `None` if the batch is full or memory is short. Requests with blocks in a
     /// tier begin to load them instead, and the one after them is next.
     pub(crate) fn admit(&mut self, now: StepTime, token_budget: &mut u32) -> Option<u32> {

@@ -234,6 +234,14 @@ impl Kind for Paged {
         self.sequences.get(&seq).map(|table| table.next_position)
     }
 
+    fn stored_cells(&self, seq: SeqId, out: &mut Vec<(u32, CellRun)>) {
+        let mut extents = Extents::default();
+        if let Some(table) = self.sequences.get(&seq) {
+            self.extents(table, &mut extents);
+        }
+        out.extend(extents.list().iter().map(|extent| (extent.position, extent.run())));
+    }
+
     fn verifies_trees(&self) -> bool {
         true
     }

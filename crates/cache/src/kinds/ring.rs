@@ -87,6 +87,14 @@ impl Kind for Ring {
         (seq == SeqId::ONLY).then_some(self.next)
     }
 
+    /// The tokens that count as stored.
+    fn stored_cells(&self, seq: SeqId, out: &mut Vec<(u32, CellRun)>) {
+        if seq == SeqId::ONLY {
+            self.runs(0, self.next.min(self.sinks()), |run, position| out.push((position, run)));
+            self.runs(self.first_seen(self.next), self.next, |run, position| out.push((position, run)));
+        }
+    }
+
     fn prepare(&self, spans: &Spans, _: GroupId, out: &mut GroupPlan) -> Result<(), Refused> {
         let span = super::only_chain(spans, self.next)?;
         if span.n_tokens > self.max_step_tokens {

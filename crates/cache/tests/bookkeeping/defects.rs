@@ -414,3 +414,45 @@ fn a_paged_cache_keeps_a_beginning_and_forgets_the_others() {
     it.sequences().seq_keep(B, 5, 5).unwrap();
     assert_eq!((it.cache.next_position(B), it.report().used_cells), (None, 0), "nothing is kept");
 }
+
+/// Where one sequence could not be cut, because files gave it no rows that windows had left behind, no sequence could, and copies made
+/// through the cache were not known.
+#[test]
+fn the_shortest_cut_is_that_of_a_sequence_and_its_copies() {
+    let (c, d) = (SeqId(2), SeqId(3));
+    let mut it = full("cells", 128);
+    for seq in [A, B] {
+        it.sequences().seq_new(seq).unwrap();
+        it.grow(seq, 20);
+    }
+    it.cache.set_shortest_cut(A, 15);
+    it.sequences().fork(A, c).unwrap();
+    it.sequences().seq_rm(B, 3, u32::MAX).unwrap();
+    let gone = |seq, position| Err(Refused::WindowGone { seq, position });
+    let before = it.report();
+    for seq in [A, c] {
+        assert_eq!(it.sequences().seq_rm(seq, 14, u32::MAX), gone(seq, 14));
+        assert_eq!(it.sequences().seq_cp(seq, d, 0, 14), gone(seq, 14));
+        assert_eq!(it.sequences().seq_keep(seq, 0, 14), gone(seq, 14));
+        assert_eq!((it.cache.check_cut(seq, 14), it.cache.check_cut(seq, 15)), (gone(seq, 14), Ok(())));
+    }
+    assert_eq!(it.report(), before);
+    it.sequences().seq_cp(c, d, 0, 17).unwrap();
+    assert_eq!(it.sequences().seq_rm(d, 2, u32::MAX), gone(d, 2));
+    it.sequences().seq_rm(d, 15, u32::MAX).unwrap();
+    // Whoever has no tokens of it any more is free.
+    it.sequences().seq_rm(A, 0, u32::MAX).unwrap();
+    it.sequences().seq_new(A).unwrap();
+    it.grow(A, 9);
+    it.sequences().seq_rm(A, 1, u32::MAX).unwrap();
+    assert_eq!(it.sequences().seq_rm(c, 1, u32::MAX), gone(c, 1));
+
+    let mut it = full("contiguous", 32);
+    it.grow(A, 20);
+    it.cache.set_shortest_cut(A, 15);
+    assert_eq!(it.cache.rewinds().unwrap().rewind(14), gone(A, 14));
+    it.cache.rewinds().unwrap().rewind(15).unwrap();
+    it.cache.rewinds().unwrap().rewind(0).unwrap();
+    it.grow(A, 20);
+    it.cache.rewinds().unwrap().rewind(14).unwrap();
+}

@@ -241,8 +241,9 @@ pub(crate) unsafe fn text_config(
 }
 
 /// Adds tokens to a sequence, and begins a text that `kvist_session_next` continues. If the sequence has a text already, the
-/// new one continues it. Null `options` are those of `kvist_greedy`. On an error the sequence is as it was, except for
-/// `KVIST_STOPPED`: what was read stays.
+/// new one continues it. Null `options` are those of `kvist_greedy`. On an error the sequence is as it was, with two exceptions:
+/// after `KVIST_STOPPED` what was read stays; and where a prompt fails behind its first chunk and a window has passed over what was there
+/// before it, in rings and paged caches, the sequence is empty, has no text, and the text of the error says so.
 ///
 /// # Safety
 /// `session` came from `kvist_session_new`, `tokens` has `n_tokens` elements, `options` is null or valid.

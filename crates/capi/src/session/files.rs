@@ -22,25 +22,18 @@ impl Session {
         })
     }
 
-    /// Saves a sequence, with the token that the caller has seen last. A full cache loses its last token, and the text ends.
+    /// Saves a sequence, with the token that the caller has seen last.
     pub(super) fn save(&mut self, seq: SeqId, path: &Path) -> Outcome<()> {
         let mut tokens = self.tokens(seq)?.to_vec();
         if tokens.is_empty() {
             return Err(Failure::order(format!("sequence {seq} has no tokens to save")));
         }
-        let held = tokens.len() as u32;
         if let Some(Text { last: Last::Shown(token), .. }) = self.texts.get(&seq.0) {
             tokens.push(*token);
         }
         let origin = self.origin()?;
         let text = SavedText { tokens: &tokens, messages: &[] };
-        let saved = saved::save(&mut self.session, seq, text, &origin, path).map_err(bad_file);
-        let left = self.length(seq)?;
-        if left < held {
-            self.known.truncate(seq, left);
-            self.texts.remove(&seq.0);
-        }
-        saved
+        saved::save(&mut self.session, seq, text, &origin, path).map_err(bad_file)
     }
 
     /// Puts a saved text into an empty sequence, computes what the file does not have, and draws the next token. Returns how many

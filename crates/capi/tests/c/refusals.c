@@ -129,6 +129,34 @@ static void sessions(void) {
     EXPECT(kvist_session_length(NULL, 0, &n), KVIST_INVALID_ARGUMENT, "session is null");
 }
 
+/* A prompt that fails in a later chunk: where its window has passed over the text before it, that text must not go on. */
+static void windows(void) {
+    kvist_session_options options = {.kind = "paged", .context_tokens = 64, .max_step_tokens = 24, .window = 16};
+    OK(kvist_session_new(model, &options, &session));
+    uint32_t many[47] = {0}, n, others = 0;
+    kvist_piece piece;
+    kvist_text_options text = kvist_greedy();
+    text.ignore_end = true;
+    OK(kvist_session_prompt_tokens(session, 0, many, 8, &text));
+    OK(kvist_session_next(session, 0, &piece));
+    /* A token outside the vocabulary is found before the first chunk. */
+    many[40] = 4000000000u;
+    EXPECT(kvist_session_prompt_tokens(session, 0, many, 47, &text), KVIST_INVALID_ARGUMENT, "vocabulary");
+    OK(kvist_session_length(session, 0, &n));
+    MUST(n == 8);
+    many[40] = 0;
+    /* Others leave it two blocks: enough for the first 24 tokens, behind which the first block is not visible. The next 24 need three. */
+    do OK(kvist_session_open(session, ++others));
+    while (kvist_session_prompt_tokens(session, others, many, 1, &text) == KVIST_OK);
+    OK(kvist_session_remove(session, others - 1));
+    EXPECT(kvist_session_prompt_tokens(session, 0, many, 47, &text), KVIST_CACHE_FULL, "the sequence is empty now");
+    OK(kvist_session_length(session, 0, &n));
+    MUST(n == 0);
+    EXPECT(kvist_session_next(session, 0, &piece), KVIST_WRONG_ORDER, "kvist_session_prompt");
+    EXPECT(kvist_session_save(session, 0, "/nowhere/empty.kvs"), KVIST_WRONG_ORDER, "no tokens to save");
+    OK(kvist_session_free(session));
+}
+
 /* A text of ten times the budget, in the memory of the budget. */
 static void keeps(void) {
     kvist_session_options options = {.keep = "sinks=4"};
@@ -314,6 +342,7 @@ static void rows(void) {
 int main(void) {
     models();
     sessions();
+    windows();
     keeps();
     OK(kvist_model_free(model));
     caches();

@@ -148,16 +148,28 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         model_defaults.iter().for_each(|line| output::note(line));
     }
     let talked = talk(&mut chat, &mut input, &mut sampler, &args, quiet);
-    // What was said until then is saved even if a turn failed.
+    // What was said until then is saved even if a turn failed, or Ctrl-C or a signal ends the chat.
+    let mut saved = Ok(());
     if let (Some(origin), Some(path)) = (origin, &args.saved.save_session) {
         if chat.current().messages.is_empty() {
             output::note(&format!("nothing was said, so {} was not written", path.display()));
         } else {
-            let saved = args.saved.save(|path| chat.save(&origin, path));
-            return talked.and(saved); // the first error is why the program ends
+            saved = args.saved.save(|path| chat.save(&origin, path));
         }
     }
-    talked
+    match talked {
+        // A reader of stdout that has seen enough is no failure, so what is told is why nothing was saved.
+        Err(error) if output::is_closed_pipe(&error) => saved.and(Err(error)),
+        Err(error) => Err(error),
+        Ok(Ended::Quit) => saved,
+        Ok(Ended::Interrupted) => saved.map(|()| std::process::exit(130)),
+    }
+}
+
+enum Ended {
+    Quit,
+    /// By Ctrl-C or a signal, while nothing was computed.
+    Interrupted,
 }
 
 /// Turns and commands until the end of the input.
@@ -167,18 +179,19 @@ fn talk(
     sampler: &mut Sampler,
     args: &Args,
     quiet: bool,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Ended> {
     let interactive = input.is_terminal();
     loop {
         let message = match input.next(&format!("{}> ", chat.current().name))? {
             Entry::Text(message) if message.trim().is_empty() => continue,
             Entry::Text(message) => message,
             Entry::Nothing => continue,
-            Entry::End => return Ok(()),
+            Entry::End => return Ok(Ended::Quit),
+            Entry::Interrupted => return Ok(Ended::Interrupted),
         };
         let message = message.as_str();
         match message.split_once(' ').map_or((message, ""), |(command, rest)| (command, rest.trim())) {
-            ("/quit" | "/exit", _) => return Ok(()),
+            ("/quit" | "/exit", _) => return Ok(Ended::Quit),
             (command, rest) if command.starts_with('/') && !command.starts_with("//") => {
                 match execute(chat, command, rest, input.edits()) {
                     Ok(answer) => output::note(&answer),

@@ -34,8 +34,8 @@ pub struct Args {
     generate: Option<u32>,
     #[command(flatten)]
     speculation: SpeculationArgs,
-    /// Recompute the whole text for every token instead of reading the cache
-    #[arg(long, conflicts_with = "keep")]
+    /// With --generate: recompute the whole text for every token instead of reading the cache
+    #[arg(long, conflicts_with = "keep", requires = "generate")]
     no_cache: bool,
     /// Print one JSON document on stdout
     #[arg(long)]

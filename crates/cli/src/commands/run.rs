@@ -133,11 +133,12 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         false => (generate(what, &mut watch)?, String::new()),
     };
     watch.text(""); // print the echoed prompt even if the answer has no text
-    if let Some(failed) = watch.failed {
-        return Err(failed);
-    }
+    // Saved also if stdout was closed: that ends the text, and is no failure.
     if let Some(origin) = &origin {
         args.saved.save(|path| save_session(&mut session, &tokens, &messages, &generation, origin, path))?;
+    }
+    if let Some(failed) = watch.failed {
+        return Err(failed);
     }
     let counts = speculator.map(|speculator| speculator.counts().clone());
     let mut report = json::Run::new(&model, &session, &plan, &prompt, (&generation, reasoning), seed, counts);

@@ -59,16 +59,24 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let plan = engine.paged.plan(opened.config(), &registry)?;
     tiers::check(&config, &engine, opened.config())?;
+    let budget = args.model.budget()?;
+    let needed = Needed {
+        tokens: engine.paged.cache.context_tokens,
+        cache: plan.session_bound(),
+        requests: kvist_server::request_bytes(&config, opened.config().context),
+        tiers: config.tier_bytes(opened.config()),
+        draft: draft_bytes,
+        is_apart: !registry.device().info().unified_memory,
+    };
     if args.dry_run {
         let speculation = SpeculationPlan::of(&config, draft_bytes);
-        return memory::show_plan(&args, &config, &opened, &registry, &plan, speculation);
-    }
-    if let Some(tokenizer) = opened.tokenizer() {
+        let available = Some(budget.total()).filter(|total| *total < u64::MAX);
+        let model = (&opened, &registry);
+        memory::show_plan(&args, &config, model, &plan, speculation, &needed, available)?;
+    } else if let Some(tokenizer) = opened.tokenizer() {
         tokenizer.check()?; // fail now and not at the first request
     }
-    let budget = args.model.budget()?;
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
-    let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     let longest = |free: u64| {
         let fits = |tokens: u32| {
             let mut shorter = engine.paged.clone();
@@ -77,15 +85,10 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         };
         MemoryPlan::longest(engine.paged.cache.context_tokens, fits)
     };
-    let needed = Needed {
-        tokens: engine.paged.cache.context_tokens,
-        cache: plan.session_bound(),
-        requests: requests_bytes,
-        tiers: config.tier_bytes(opened.config()),
-        draft: draft_bytes,
-        is_apart: !registry.device().info().unified_memory,
-    };
     needed.check(free, budget.total(), crate::memory::available(), registry.device().adapter(), longest)?;
+    if args.dry_run {
+        return Ok(());
+    }
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.

@@ -285,17 +285,24 @@ impl OpenedDraft {
         OpenedDraft { drafts: DraftFiles::Head(Box::new(head)), args: args.clone() }
     }
 
-    /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts.
+    /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts. With a head also those of the
+    /// hidden states that it reads.
     pub fn bytes(&self, of: &SpeculationArgs, target: &CacheConfig, texts: u32) -> anyhow::Result<u64> {
         let registry = registry(&self.args.compute.get()?);
         let config = draft_cache(target, texts, of.bounds());
         let (device, format) = (registry.device(), self.args.weights);
-        let (model, weights) = match &self.drafts {
-            DraftFiles::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?),
-            DraftFiles::Head(opened) => (&opened.config().layer, opened.weight_bytes(device, format)?),
+        let (model, weights, states) = match &self.drafts {
+            DraftFiles::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?, 0),
+            DraftFiles::Head(opened) => {
+                let layer = &opened.config().layer;
+                let of_target = device.tap_bytes(layer.features, &target.step_limits());
+                let of_head = device.tap_bytes(layer.hidden, &config.step_limits());
+                let states = of_target.zip(of_head).map_or(u64::MAX, |(a, b)| a.saturating_add(b));
+                (layer, opened.weight_bytes(device, format)?, states)
+            }
         };
         let plan = MemoryPlan::of_session(model, &registry, &config)?;
-        Ok(plan.session_bound().saturating_add(weights))
+        Ok(plan.session_bound().saturating_add(weights).saturating_add(states))
     }
 
     /// Reads the weights, if they and a cache like `config` fit into the target's budget.

@@ -94,6 +94,7 @@ fn arguments() {
         row("logits --tokens 99999999999 --generate 1", 2, &["99999999999"]),
         row("logits --tokens 1", 2, &["--out"]),
         row("logits --generate 4", 2, &["--tokens"]),
+        row("logits --tokens 1 --out f --no-cache", 2, &["--generate"]),
         row("bench", 2, &["ladder"]),
         row("bench ladder --t 1", 2, &["at least 2"]),
         row("bench ladder --t 8 --only v9", 2, &["v0, v1"]),

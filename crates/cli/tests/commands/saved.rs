@@ -91,6 +91,29 @@ fn a_conversation_goes_on() {
     assert_eq!(resumed[0]["prompt_tokens"], whole[1]["prompt_tokens"], "nothing before it is computed again");
 }
 
+/// A reader that had seen enough left no session, no message and status 0.
+#[test]
+fn a_text_is_saved_though_stdout_is_closed() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("s.kvs");
+    let path = file.to_str().unwrap();
+    let (reads, writes) = std::io::pipe().unwrap();
+    drop(reads);
+    let save = |path: &str, stdout: std::io::PipeWriter| {
+        let args =
+            ["run", "-q", "--raw", "--greedy", "-n", "20", "--save-session", path, "The borrow checker"];
+        kvist().args(args).stdout(stdout).stderr(std::process::Stdio::piped()).output().unwrap()
+    };
+    let out = save(path, writes.try_clone().unwrap());
+    assert_eq!((out.status.code(), out.stderr.len()), (Some(0), 0), "{out:?}");
+    assert!(!text(&["--resume", path, "-n", "5"]).is_empty());
+    // A session that cannot be saved is a failure, whoever reads stdout.
+    let long = folder.path().join("x".repeat(255)); // the file that is renamed to it would need a longer name
+    let out = save(long.to_str().unwrap(), writes);
+    assert_eq!(out.status.code(), Some(1), "{out:?}");
+    assert!(String::from_utf8_lossy(&out.stderr).contains("not saved"), "{out:?}");
+}
+
 /// What was undone is in no file, and what was said before it is reused.
 #[test]
 fn what_was_undone_is_not_saved() {

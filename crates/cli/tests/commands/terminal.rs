@@ -143,3 +143,29 @@ fn an_answer_is_stopped_and_the_chat_goes_on() {
     keys.write_all(b"/quit\n").unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
+
+/// Regression: a signal at the prompt ended the chat, and the conversation was lost.
+#[test]
+fn a_signal_at_the_prompt_saves_the_conversation() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("s.kvs");
+    for signal in ["-TERM", "-INT"] {
+        let pty = openpty(None, None).unwrap();
+        let mut command = kvist();
+        command.args(["chat", "--greedy", "-n", "8", "--save-session"]).arg(&file).env("TERM", "dumb");
+        command.stdin(Stdio::from(pty.slave.try_clone().unwrap()));
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::from(pty.slave)).spawn().unwrap();
+        drop(command);
+        let mut keys = File::from(pty.master.try_clone().unwrap());
+        let terminal = Heard::from(File::from(pty.master));
+        terminal.wait("prompt", |said| said.matches("main> ").count() == 1);
+        keys.write_all(b"Hello\n").unwrap();
+        // The signal comes while a line is waited for, or just before: both end the chat.
+        terminal.wait("prompt", |said| said.matches("main> ").count() == 2);
+        let kill = std::process::Command::new("kill").args([signal, &child.id().to_string()]).status();
+        assert!(kill.unwrap().success());
+        assert_eq!(child.wait().unwrap().code(), Some(130));
+        succeed_with(&["chat", "-q", "-n", "2", "--resume", file.to_str().unwrap()], b"And then\n");
+        std::fs::remove_file(&file).unwrap();
+    }
+}

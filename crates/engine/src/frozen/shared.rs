@@ -20,7 +20,7 @@ const TENSOR_BYTES: u64 = 512;
 const ESCAPED_BYTES: u64 = 8;
 
 /// Freezes sequence `seq` in the memory of this process, as [`freeze`](super::freeze) does it in a file: sessions that begin with it
-/// attend the same bytes. The session needs room for one more token; it goes on, and is no user of the prefix.
+/// attend the same bytes. The session may be full; it goes on, and is no user of the prefix.
 ///
 /// The prefix counts in the model's budget as KV cache until its last user is gone. While it is made, one layer's K or V is in memory
 /// beside it, and copied rows of layers with a window.
@@ -65,7 +65,9 @@ pub fn shared_bytes(session: &mut ModelSession, text: FrozenText<'_>) -> Result<
             image_bytes(&rows, g, tokens)?
         } else {
             let seen = config.groups(model.config())[g].visibility;
-            let n = seen.window.map_or(tokens, |window| window.saturating_add(seen.sinks).min(tokens));
+            // In whole blocks: the sinks, and what the last query sees.
+            let most = |window: u32| window.saturating_add(seen.sinks).saturating_add(2 * BLOCK).min(tokens);
+            let n = seen.window.map_or(tokens, most);
             twice(n, &sides)
         });
         // The f16 rows of the last token's group.

@@ -191,7 +191,7 @@ fn values(part: &Map<String, Value>) -> Option<Vec<&Value>> {
 }
 
 /// From here on, different integers may have the same `f64` value.
-const INEXACT: f64 = (1_u64 << 53) as f64;
+pub(super) const INEXACT: f64 = (1_u64 << 53) as f64;
 
 /// The lower and upper bound, each with whether it is inclusive. Bounds too large to be exact are ignored.
 fn bounds(part: &Map<String, Value>) -> [(f64, bool); 2] {

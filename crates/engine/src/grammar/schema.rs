@@ -1,15 +1,18 @@
 //! Validates a JSON schema of a request before it is compiled.
 //!
 //! Each of the following is rejected with its path: what is not a schema; standard keywords that cannot be
-//! enforced (`not`, `if`, `uniqueItems`, …), because an answer that ignores them would be invalid; references
-//! to other documents, anchors or missing definitions; `oneOf` whose alternatives may overlap, or would take
-//! too long to tell apart ([`disjoint`]); schemas that are too large or nested too deeply. Keywords unknown to
-//! JSON Schema are annotations, as its specification says. Properties are generated in the order of the schema.
+//! enforced (`not`, `if`, `uniqueItems`, …), because an answer that ignores them would be invalid; numbers that
+//! would be enforced as others ([`exact`]); references to other documents, anchors or missing definitions; `oneOf`
+//! whose alternatives may overlap, or would take too long to tell apart ([`disjoint`]); schemas that are too large
+//! or nested too deeply. Keywords unknown to JSON Schema are annotations, as its specification says. Properties are
+//! generated in the order of the schema.
 use super::InvalidParameter;
 use super::disjoint::disjoint;
+use super::exact;
 use kvist_model::halt;
 use serde_json::{Map, Value, json};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 
 /// Maximum size of one schema as compact JSON, in bytes.
 pub(super) const MAX_SCHEMA_BYTES: usize = 64 << 10;
@@ -53,8 +56,15 @@ impl Schema {
             return bad(format!("has {bytes} bytes; at most {MAX_SCHEMA_BYTES} are allowed"));
         }
         let max_steps = (bytes * STEPS_PER_BYTE).min(*proof_steps);
-        let checker = Checker { root: &self.schema, max_steps, steps: Cell::new(max_steps) };
-        let checked = checker.schema(&self.schema, &self.place);
+        let checker = Checker {
+            root: &self.schema,
+            root_place: &self.place,
+            max_steps,
+            steps: Cell::new(max_steps),
+            seen: RefCell::default(),
+            targets: RefCell::default(),
+        };
+        let checked = checker.all();
         *proof_steps -= max_steps - checker.steps.get();
         checked?;
         let mut schema = match &self.schema {
@@ -91,17 +101,41 @@ const STEPS_PER_BYTE: usize = 16;
 /// tools cause no more work than one.
 pub(super) const PROOF_STEPS: usize = MAX_SCHEMA_BYTES * STEPS_PER_BYTE;
 
+/// Values of `$schema` for drafts in which `prefixItems` means nothing.
+const OLDER_DRAFTS: [&str; 4] = [
+    "https://json-schema.org/draft/2019-09/schema",
+    "http://json-schema.org/draft-07/schema",
+    "http://json-schema.org/draft-06/schema",
+    "http://json-schema.org/draft-04/schema",
+];
+
 const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
 
 struct Checker<'s> {
     root: &'s Value,
+    root_place: &'s str,
     max_steps: usize,
     /// Steps left.
     steps: Cell<usize>,
+    /// The schemas that were checked, by address.
+    seen: RefCell<BTreeSet<*const Value>>,
+    /// What references lead to, with its place: anything of the document, also below a keyword that means nothing by itself.
+    targets: RefCell<Vec<(&'s Value, String)>>,
 }
 
-impl Checker<'_> {
-    fn schema(&self, schema: &Value, place: &str) -> Result<(), InvalidParameter> {
+impl<'s> Checker<'s> {
+    fn all(&self) -> Result<(), InvalidParameter> {
+        self.schema(self.root, self.root_place)?;
+        loop {
+            let Some((target, place)) = self.targets.borrow_mut().pop() else { return Ok(()) };
+            self.schema(target, &place)?;
+        }
+    }
+
+    fn schema(&self, schema: &'s Value, place: &str) -> Result<(), InvalidParameter> {
+        if !self.seen.borrow_mut().insert(schema) {
+            return Ok(());
+        }
         let map = match schema {
             Value::Bool(_) => return Ok(()),
             Value::Object(map) => map,
@@ -110,10 +144,27 @@ impl Checker<'_> {
         for (keyword, value) in map {
             self.keyword(keyword, value, &format!("{place}.{keyword}"))?;
         }
+        exact::check(map, place)?;
+        self.prefix_items(map, place)?;
         match map.get("oneOf").and_then(Value::as_array) {
             Some(ways) => self.one_of(map, ways, place),
             None => Ok(()),
         }
+    }
+
+    /// llguidance ignores `prefixItems` beside older keywords. That is right only in older drafts, which do not know it.
+    fn prefix_items(&self, map: &Map<String, Value>, place: &str) -> Result<(), InvalidParameter> {
+        let has_older = map.contains_key("additionalItems") || map.get("items").is_some_and(Value::is_array);
+        let draft = self.root.get("$schema").and_then(Value::as_str).unwrap_or_default();
+        if !map.contains_key("prefixItems")
+            || !has_older
+            || OLDER_DRAFTS.contains(&draft.trim_end_matches('#'))
+        {
+            return Ok(());
+        }
+        let what = "cannot be enforced beside `additionalItems` or a list of `items`: `items` is the schema of \
+                    those that follow";
+        Err(InvalidParameter::new(&format!("{place}.prefixItems"), what.into()))
     }
 
     /// A grammar can only express "exactly one" if no two alternatives overlap.
@@ -152,7 +203,7 @@ impl Checker<'_> {
         Ok(())
     }
 
-    fn keyword(&self, keyword: &str, value: &Value, place: &str) -> Result<(), InvalidParameter> {
+    fn keyword(&self, keyword: &str, value: &'s Value, place: &str) -> Result<(), InvalidParameter> {
         let bad = |problem: &str| Err(InvalidParameter::new(place, problem.into()));
         match keyword {
             "properties" | "patternProperties" | "$defs" | "definitions" => {
@@ -218,7 +269,7 @@ impl Checker<'_> {
         }
     }
 
-    fn list(&self, list: &[Value], place: &str) -> Result<(), InvalidParameter> {
+    fn list(&self, list: &'s [Value], place: &str) -> Result<(), InvalidParameter> {
         list.iter().enumerate().try_for_each(|(at, schema)| self.schema(schema, &format!("{place}[{at}]")))
     }
 
@@ -239,7 +290,11 @@ impl Checker<'_> {
         }
         let found = self.root.pointer(&format!("/{path}"));
         match found {
-            Some(Value::Object(_) | Value::Bool(_)) => Ok(()),
+            Some(target @ (Value::Object(_) | Value::Bool(_))) => {
+                let place = format!("{}.{}", self.root_place, path.replace('/', "."));
+                self.targets.borrow_mut().push((target, place));
+                Ok(())
+            }
             Some(_) => bad(format!("is `{to}`, which is not a schema")),
             None => bad(format!("is `{to}`, which does not exist")),
         }
@@ -285,6 +340,9 @@ mod tests {
             (json!({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {}}}), "`s.$ref`"),
             (json!({"$ref": "#/enum", "enum": [1]}), "which is not a schema"),
             (json!({"$ref": 1}), "`s.$ref` is not a string"),
+            // Regression: what references lead to was only checked where schemas are expected.
+            (json!({"$ref": "#/x/y", "x": {"y": {"items": {"not": {}}}}}), "`s.x.y.items.not`"),
+            (json!({"items": {"$ref": "#/x"}, "x": {"$ref": "#/y"}, "y": {"type": 1}}), "`s.y.type`"),
             (json!({"maxLength": -1}), "`s.maxLength`"),
             (json!({"minItems": 1e30}), "`s.minItems`"),
             (json!({"minimum": "1"}), "`s.minimum`"),
@@ -294,6 +352,75 @@ mod tests {
         ] {
             let error = checked(&Schema::new("s", schema.clone())).unwrap_err().to_string();
             assert!(error.contains(place), "{schema}: {error}");
+        }
+    }
+
+    /// Regression: integers were enforced as the nearest `f64`, 9007199254740993 as 9007199254740992.
+    #[test]
+    fn numbers_are_enforced_as_written_or_refused() {
+        const ODD: i64 = (1 << 53) + 1;
+        for (schema, place) in [
+            (json!({"const": ODD}), "`s.const` is 9007199254740993, which cannot be enforced exactly"),
+            (json!({"const": -ODD}), "`s.const` is -9007199254740993"),
+            (json!({"enum": [1, u64::MAX]}), "`s.enum[1]` is 18446744073709551615"),
+            (json!({"properties": {"a": {"const": {"b": ["c", ODD]}}}}), "`s.properties.a.const.b[1]`"),
+            (json!({"const": i64::MIN}), "`s.const`"),
+            (json!({"const": 1_u64 << 63}), "`s.const`"),
+            (json!({"const": 1e20}), "`s.const`"),
+            (json!({"minimum": ODD}), "`s.minimum`"),
+            (json!({"minimum": i64::MAX}), "`s.minimum`"),
+            (json!({"minimum": i64::MIN}), "`s.minimum`"),
+            (json!({"minimum": 1e19}), "`s.minimum`"),
+            (json!({"maximum": ODD}), "`s.maximum`"),
+            (json!({"maximum": -1e30}), "`s.maximum`"),
+            (json!({"exclusiveMinimum": ODD - 1}), "`s.exclusiveMinimum`"),
+            (json!({"exclusiveMaximum": 1_i64 << 60}), "`s.exclusiveMaximum`"),
+            (json!({"exclusiveMaximum": i64::MAX}), "`s.exclusiveMaximum`"),
+            (json!({"minimum": ODD - 1, "exclusiveMinimum": true}), "`s.minimum`"),
+            (json!({"maximum": ODD - 1, "exclusiveMaximum": true}), "`s.maximum`"),
+            (json!({"multipleOf": ODD}), "`s.multipleOf`"),
+        ] {
+            let error = checked(&Schema::new("s", schema.clone())).unwrap_err().to_string();
+            assert!(error.contains(place), "{schema}: {error}");
+        }
+        for schema in [
+            json!({"enum": [ODD - 1, ODD + 1, ODD - 2, 2 - ODD, 1_i64 << 62, 0.1, 1e18, -0.5, "9007199254740993"]}),
+            json!({"minimum": 1 - ODD, "maximum": ODD - 1}),
+            json!({"exclusiveMinimum": 2 - ODD, "exclusiveMaximum": ODD - 2}),
+            json!({"minimum": 0, "maximum": i64::MAX}),
+            json!({"maximum": u64::MAX}),
+            json!({"exclusiveMaximum": 1_u64 << 63}),
+            json!({"default": ODD, "examples": [ODD]}),
+        ] {
+            checked(&Schema::new("s", schema.clone())).unwrap_or_else(|e| panic!("{schema}: {e}"));
+        }
+    }
+
+    /// Regression: llguidance ignored the `prefixItems` of these.
+    #[test]
+    fn prefix_items_beside_older_keywords_are_refused() {
+        let draft = |draft: &str, with: Value| {
+            let list = json!({"prefixItems": [{"type": "string"}], "items": with, "additionalItems": false});
+            json!({"$schema": draft, "properties": {"a": list}})
+        };
+        for (schema, place) in [
+            (json!({"prefixItems": [{}], "additionalItems": false}), "`s.prefixItems` cannot be enforced"),
+            (json!({"prefixItems": [{}], "items": [{}]}), "`s.prefixItems`"),
+            (
+                draft("https://json-schema.org/draft/2020-12/schema", json!({})),
+                "`s.properties.a.prefixItems`",
+            ),
+        ] {
+            let error = checked(&Schema::new("s", schema.clone())).unwrap_err().to_string();
+            assert!(error.contains(place), "{schema}: {error}");
+        }
+        for schema in [
+            json!({"prefixItems": [{}], "items": false}),
+            json!({"items": [{}], "additionalItems": false}),
+            draft("http://json-schema.org/draft-07/schema#", json!([{"type": "integer"}])),
+            draft("https://json-schema.org/draft/2019-09/schema", json!({})),
+        ] {
+            checked(&Schema::new("s", schema.clone())).unwrap_or_else(|e| panic!("{schema}: {e}"));
         }
     }
 

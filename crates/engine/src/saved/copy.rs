@@ -2,7 +2,7 @@
 use super::seen_by;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
-use kvist_cache::kinds::Visibility;
+use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{Cache, CellRun, GroupId, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_device::{DeviceError, HostBlock, Layout, Storage, Transfer, Transfers, Values};
 use kvist_model::Error;
@@ -19,9 +19,9 @@ impl Rows {
     pub fn has(&self, position: u32) -> bool {
         self.positions.binary_search(&position).is_ok()
     }
-    /// Whether they are all that a query at position `at` sees before itself. Otherwise tokens between them were removed.
-    pub fn are_seen_at(&self, at: u32, visibility: Visibility) -> bool {
-        self.positions.iter().copied().eq(seen_by(visibility, at))
+    /// Whether all that a query at position `at` sees before itself is among them. Otherwise tokens in the middle were removed.
+    pub fn have_all_seen_at(&self, at: u32, visibility: Visibility) -> bool {
+        seen_by(visibility, at).all(|position| self.has(position))
     }
 }
 
@@ -132,23 +132,6 @@ fn wait(transfers: &mut Transfers<'_>, begun: &Transfer) -> Result<HostBlock, De
     }
 }
 
-/// The positions below `before` that a query at the end of `seq` sees, with their cells; by layer group. `None` if there is
-/// no room for such a query.
-fn seen(plan: &StepPlan, before: u32) -> Vec<Vec<(u32, u32)>> {
-    let group = |g: usize| {
-        let reads = &plan.group(GroupId(g as u16)).reads;
-        let mut seen: Vec<(u32, u32)> = Vec::new();
-        for item in &reads.items {
-            let cells = (0..item.run.len).filter(|cell| reads.sees(item, 0, *cell));
-            let one = |cell| (item.first_index + cell, item.run.start + cell);
-            seen.extend(cells.map(one).filter(|(position, _)| *position < before));
-        }
-        seen.sort_unstable();
-        seen
-    };
-    (0..plan.n_groups()).map(group).collect()
-}
-
 /// The cache of a session or of the serving engine, with its memory.
 pub(crate) struct CacheRows<'c> {
     pub cache: &'c mut Cache,
@@ -163,48 +146,49 @@ impl CacheRows<'_> {
         sides(self.runner.model.layout(), storages, GroupId(group as u16))
     }
 
-    /// What a query at the end of `seq`, at position `end`, sees. Its step is abandoned.
-    pub(crate) fn seen_at_end(&mut self, seq: SeqId, end: u32) -> Result<Vec<Vec<(u32, u32)>>, Error> {
-        let spans = [Span::chain(seq, end, 1)];
-        let mut step = Step::begin(self.cache, &StepRequest { spans: &spans }, self.plan)?;
-        Ok(seen(step.with_reads(), end))
-    }
-
-    /// Copies the rows that a query at the end of `seq`, at position `end`, sees, of the layer groups that are `wanted`.
-    pub(crate) fn copy_rows(
-        &mut self,
+    /// The positions of `seq` before `end` that `wants` says of a layer group with this visibility, with their cells, ascending; by
+    /// layer group. Positions that the cache does not store are not among them.
+    pub(crate) fn places(
+        &self,
         seq: SeqId,
         end: u32,
-        wanted: impl Fn(usize) -> bool,
-    ) -> Result<Vec<Rows>, Error> {
-        let groups = self.seen_at_end(seq, end)?;
-        let mut all = Vec::new();
-        for (g, seen) in groups.iter().enumerate() {
-            if !wanted(g) {
-                all.push(Rows::default());
-                continue;
+        wants: impl Fn(Visibility, u32) -> bool,
+    ) -> Vec<Vec<(u32, u32)>> {
+        let groups = self.config.groups(self.runner.model.config());
+        let of_group = |(g, group): (usize, &GroupSpec)| {
+            let stored = self.cache.stored_cells(GroupId(g as u16), seq).into_iter();
+            let places = stored.flat_map(|(first, run)| (first..).zip(run.cells()));
+            places.filter(|(position, _)| *position < end && wants(group.visibility, *position)).collect()
+        };
+        groups.iter().enumerate().map(of_group).collect()
+    }
+
+    /// What a query at the end of `seq`, at position `end`, sees. A full cache answers, too: no cell is planned for that query.
+    pub(crate) fn seen_at_end(&self, seq: SeqId, end: u32) -> Vec<Vec<(u32, u32)>> {
+        self.places(seq, end, |visibility, position| visibility.sees(end, position))
+    }
+
+    /// Copies the rows of a layer group at these [`places`](Self::places).
+    pub(crate) fn copy_rows(&mut self, group: usize, places: &[(u32, u32)]) -> Result<Rows, Error> {
+        let sides = self.sides_of(group);
+        let width: usize = sides.iter().map(SideSpec::width).sum();
+        let mut rows = Rows {
+            positions: places.iter().map(|(position, _)| *position).collect(),
+            sides: sides.iter().map(|side| vec![0; places.len() * side.width()]).collect(),
+        };
+        let mut transfers = self.runner.transfers();
+        for run in runs(places.iter().map(|(_, cell)| *cell).enumerate(), rows_at_once(width)) {
+            let n = run.cells.len as usize;
+            let block = HostBlock::new(n * width)?;
+            let begun =
+                transfers.export(GroupId(group as u16), run.cells, block).map_err(DeviceError::from)?;
+            let block = wait(&mut transfers, &begun)?;
+            for (i, first, len) in parts(&sides, n) {
+                let at = run.first_row * sides[i].width();
+                rows.sides[i][at..at + len].copy_from_slice(&block.bytes()[first..first + len]);
             }
-            let sides = self.sides_of(g);
-            let width: usize = sides.iter().map(SideSpec::width).sum();
-            let mut rows = Rows {
-                positions: seen.iter().map(|(position, _)| *position).collect(),
-                sides: sides.iter().map(|side| vec![0; seen.len() * side.width()]).collect(),
-            };
-            let mut transfers = self.runner.transfers();
-            for run in runs(seen.iter().map(|(_, cell)| *cell).enumerate(), rows_at_once(width)) {
-                let n = run.cells.len as usize;
-                let block = HostBlock::new(n * width)?;
-                let begun =
-                    transfers.export(GroupId(g as u16), run.cells, block).map_err(DeviceError::from)?;
-                let block = wait(&mut transfers, &begun)?;
-                for (i, first, len) in parts(&sides, n) {
-                    let at = run.first_row * sides[i].width();
-                    rows.sides[i][at..at + len].copy_from_slice(&block.bytes()[first..first + len]);
-                }
-            }
-            all.push(rows);
         }
-        Ok(all)
+        Ok(rows)
     }
 
     /// Extends the empty sequence `seq` by `n` positions whose rows are given. `false` if later queries would see positions
@@ -215,7 +199,7 @@ impl CacheRows<'_> {
             let len = chunk.min(n - start);
             self.place_chunk(seq, start, len, groups)?;
         }
-        let needed = self.seen_at_end(seq, n)?;
+        let needed = self.seen_at_end(seq, n);
         Ok(needed
             .iter()
             .zip(groups)

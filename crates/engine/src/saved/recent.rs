@@ -65,7 +65,7 @@ impl CacheRows<'_> {
     /// end of `seq`, at position `end`, sees their tokens.
     pub(crate) fn copy_recent(&mut self, seq: SeqId, end: u32) -> Result<Vec<Rows>, Error> {
         let first = group_start(self.config, end.saturating_sub(1));
-        let groups = self.seen_at_end(seq, end)?;
+        let groups = self.seen_at_end(seq, end);
         let mut all = Vec::new();
         for (g, seen) in groups.iter().enumerate() {
             let (id, sides) = (GroupId(g as u16), self.recent_sides_of(g));
@@ -90,7 +90,7 @@ impl CacheRows<'_> {
     /// not among `groups`, or the device keeps none.
     pub(crate) fn place_recent(&mut self, seq: SeqId, end: u32, groups: &[Rows]) -> Result<bool, Error> {
         let first = group_start(self.config, end);
-        let seen = self.seen_at_end(seq, end)?;
+        let seen = self.seen_at_end(seq, end);
         for (g, (seen, rows)) in seen.iter().zip(groups).enumerate() {
             let (id, sides) = (GroupId(g as u16), self.recent_sides_of(g));
             let mut token_rows = vec![0; sides.iter().map(SideSpec::width).sum()];

@@ -7,6 +7,7 @@ use kvist_scheduler::RequestId;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::Sender;
+use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 
 /// Events that the engine sent and the client has not received yet, and the number of tokens among them.
@@ -28,6 +29,11 @@ impl GenerationHandle {
     pub async fn next(&mut self) -> Option<Event> {
         let event = self.events.events.recv().await;
         self.received(event)
+    }
+
+    /// The next event, if there is one; otherwise it wakes the task.
+    pub(super) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.events.events.poll_recv(context).map(|event| self.received(event))
     }
 
     /// The next event, for callers without an async runtime: blocks this thread until there is one.

@@ -190,7 +190,7 @@ impl EngineState {
     }
 
     /// Gives imports up that hold cells which the next step could need: its tokens and a block for each request, or `needed_tokens`, those
-    /// of a request that waits and would be refused.
+    /// of a request outside the batch that would be refused, even in the middle of its answer.
     pub(super) fn make_way(&mut self, needed_tokens: u64) {
         while let Some((&id, _)) = self.imports.open.last_key_value() {
             let config = self.scheduler.config();

@@ -65,6 +65,14 @@ impl TenantQuota {
         own + taken.common
     }
 
+    /// The most permits that this tenant can have at a time, if the others have none.
+    pub fn most(&self, tenant: &str) -> usize {
+        match self.taken().by_tenant.contains_key(tenant) {
+            true => self.0.share + self.0.common,
+            false => self.0.common,
+        }
+    }
+
     /// Returns whether there is a permit now. Only a hint: [`TenantQuota::take`] decides.
     pub fn has_room(&self, tenant: &str) -> bool {
         self.room(&self.taken(), tenant).is_ok()
@@ -139,6 +147,7 @@ mod tests {
             let quota = TenantQuota::new(permits, &tenants);
             let greedy = all(&quota, &tenants[0]);
             assert_eq!(greedy.len(), first, "{permits} slots, {n} tenants");
+            assert_eq!(quota.most(&tenants[0]), first);
             assert!(!quota.has_room(&tenants[0]));
             let refused = quota.take(&tenants[0]).err();
             assert_eq!(refused, Some(QuotaFull { taken: first, is_shared: n > 1 }));
@@ -181,7 +190,7 @@ mod tests {
     fn without_tenants_all_is_common() {
         let quota = TenantQuota::new(3, &[]);
         let permits = all(&quota, &"anything".into());
-        assert_eq!(permits.len(), 3);
+        assert_eq!((permits.len(), quota.most("anything")), (3, 3));
         let refused = quota.take(&"other".into()).err();
         assert_eq!(refused, Some(QuotaFull { taken: 3, is_shared: false }));
         drop(permits);

@@ -40,7 +40,8 @@ impl Engine {
     /// # Errors
     /// See [`ResizeError`]. The capacity stays what it was.
     pub async fn resize(&self, tokens: u32, patience: Duration) -> Result<u64, ResizeError> {
-        let until = Instant::now() + patience;
+        // A time that clocks do not have never comes.
+        let until = Instant::now().checked_add(patience);
         loop {
             let shared = Arc::downgrade(&self.shared);
             let resized = self.inspect(move |state| {
@@ -70,7 +71,9 @@ impl Engine {
             });
             match resized.await.ok_or(ResizeError::Ended)? {
                 Ok(capacity) => return Ok(capacity),
-                Err(ResizeError::Refused(ResizeRefused::InTransfer)) if Instant::now() < until => {
+                Err(ResizeError::Refused(ResizeRefused::InTransfer))
+                    if until.is_none_or(|until| Instant::now() < until) =>
+                {
                     tokio::time::sleep(PAUSE).await;
                 }
                 Err(refused) => return Err(refused),

@@ -83,11 +83,11 @@ impl Thread {
         let mut idle = true;
         loop {
             // If `recv` fails, the last handle was dropped on another thread and no more commands can come.
-            let tier_wait = if idle { self.tier_wait() } else { None };
+            let idle_wait = if idle { self.idle_wait() } else { None };
             let command = match self.pause() {
-                _ if idle && tier_wait.is_some() => {
+                _ if idle && idle_wait.is_some() => {
                     idle = false;
-                    inbox.recv_timeout(tier_wait.unwrap_or_default()).ok()
+                    inbox.recv_timeout(idle_wait.unwrap_or_default()).ok()
                 }
                 _ if idle => inbox.recv().ok(),
                 Some(pause) => inbox.recv_timeout(pause).ok(),
@@ -108,8 +108,7 @@ impl Thread {
             }
             self.end_late();
             if !self.live.is_empty() {
-                let waiting = self.live.values().filter(|live| live.permit.is_some());
-                self.state.make_way(waiting.map(|live| live.needed_tokens).max().unwrap_or(0));
+                self.state.make_way(self.most_awaited_tokens());
             }
             self.step_started = Instant::now();
             let now = self.state.now_ns();
@@ -159,30 +158,44 @@ impl Thread {
         executor.move_tiers(scheduler, now)
     }
 
-    /// How long an idle engine sleeps before it looks after its tiers. `None` if they wait for nothing.
-    fn tier_wait(&self) -> Option<Duration> {
+    /// Tokens of the largest job outside the batch, whether it was never admitted or has lost its place.
+    fn most_awaited_tokens(&self) -> u64 {
+        let runs = |id| self.state.scheduler.status(id).is_some_and(|it| it.running);
+        let waiting = self.live.iter().filter(|(id, _)| !runs(**id));
+        waiting.map(|(_, live)| live.needed_tokens).max().unwrap_or(0)
+    }
+
+    /// When the next live job is late.
+    fn next_deadline(&self) -> Option<Instant> {
+        self.live.values().filter(|live| !live.late).filter_map(|live| live.deadline).min()
+    }
+
+    /// How long an idle engine sleeps before it looks after its tiers, or after a job that waits for them and has a deadline. `None` if
+    /// there is nothing to look after.
+    fn idle_wait(&self) -> Option<Duration> {
         const COPIES: Duration = Duration::from_micros(200);
         if self.state.executor.is_copying() {
             return Some(COPIES);
         }
-        let until_ns = self.state.scheduler.next_tier_deadline_ns()?;
-        Some(Duration::from_nanos(until_ns.saturating_sub(self.state.now_ns())))
+        let until_ns = self.state.scheduler.next_tier_deadline_ns();
+        let of_tiers = until_ns.map(|until_ns| until_ns.saturating_sub(self.state.now_ns()));
+        let of_jobs = self.next_deadline().map(|at| at.saturating_duration_since(Instant::now()));
+        of_tiers.map(Duration::from_nanos).into_iter().chain(of_jobs).min()
     }
 
-    /// How long to sleep before the next step, unless a command arrives. `Some` only while every live job has a pace
-    /// and no running job is still in prefill: prompts are computed at full speed. Without a pause while the engine
-    /// drains.
+    /// How long to sleep before the next step, unless a command arrives. `Some` only while every live job has a pace,
+    /// no running job is still in prefill, and none that waits may begin: prompts are computed at full speed. Without a
+    /// pause while the engine drains.
     fn pause(&self) -> Option<Duration> {
         let paces = self.live.values().map(|live| live.pace);
         let fastest = paces.reduce(|a, b| Some(a?.max(b?)))??;
         let prefills = |id| self.state.scheduler.status(id).is_some_and(|it| it.running && it.generated == 0);
         let drains = self.shared.upgrade().is_none_or(|shared| shared.draining.load(SeqCst));
-        if drains || self.live.keys().any(|id| prefills(*id)) {
+        if drains || self.state.scheduler.may_admit() || self.live.keys().any(|id| prefills(*id)) {
             return None;
         }
         let next_step = self.step_started + Duration::from_secs(1) * self.paced_tokens / fastest.max(1);
-        let deadlines = self.live.values().filter(|live| !live.late).filter_map(|live| live.deadline);
-        let until = deadlines.fold(next_step, Instant::min);
+        let until = self.next_deadline().map_or(next_step, |deadline| deadline.min(next_step));
         Some(until.saturating_duration_since(Instant::now())).filter(|pause| !pause.is_zero())
     }
 

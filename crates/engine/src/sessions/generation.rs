@@ -54,6 +54,11 @@ impl SessionGeneration {
         self
     }
 
+    /// The output follows text of the same answer.
+    pub fn continues_answer(&self) -> bool {
+        !self.before.is_empty()
+    }
+
     /// A parser of the answer that has read the part before this generation.
     pub fn parser(&self) -> Option<AnswerParser> {
         let mut parser = self.format.as_ref()?.parser();

@@ -70,16 +70,26 @@ impl Reader<'_> {
         }
         Ok(())
     }
-    fn name(&mut self, more: &[char]) -> Result<&str, Stop> {
-        let from = self.at;
-        let first = self.peek()?;
-        if !first.is_alphabetic() && first != '_' {
-            return Err(Stop::Never);
+    fn name(&mut self) -> Result<&str, Stop> {
+        match self.peek()?.is_numeric() {
+            true => Err(Stop::Never),
+            false => self.word(&[]),
         }
+    }
+    /// The name of a function may be any that a tool may have.
+    fn function(&mut self) -> Result<&str, Stop> {
+        self.word(&['.', '-'])
+    }
+    /// Letters, digits, `_` and `more`, at least one.
+    fn word(&mut self, more: &[char]) -> Result<&str, Stop> {
+        let from = self.at;
         while self.peek().map(|c| c.is_alphanumeric() || c == '_' || more.contains(&c))? {
             self.next()?;
         }
-        Ok(&self.text[from..self.at])
+        match &self.text[from..self.at] {
+            "" => Err(Stop::Never),
+            word => Ok(word),
+        }
     }
 
     fn calls(&mut self) -> Result<Vec<ToolCall>, Stop> {
@@ -100,7 +110,7 @@ impl Reader<'_> {
     }
 
     fn call(&mut self) -> Result<ToolCall, Stop> {
-        let name = self.name(&['.', '-'])?.to_string();
+        let name = self.function()?.to_string();
         self.expect('(')?;
         let (mut arguments, mut names) = (String::from("{"), std::collections::BTreeSet::new());
         loop {
@@ -112,7 +122,7 @@ impl Reader<'_> {
             if !names.is_empty() {
                 arguments += ", ";
             }
-            let argument = self.name(&[])?.to_string();
+            let argument = self.name()?.to_string();
             arguments += &quoted(&argument);
             if !names.insert(argument) {
                 return Err(Stop::Never);
@@ -142,7 +152,7 @@ impl Reader<'_> {
             '{' => self.dict(out, depth),
             '0'..='9' | '-' | '+' | '.' => self.number(out),
             _ => {
-                *out += match self.name(&[])? {
+                *out += match self.name()? {
                     "True" | "true" => "true",
                     "False" | "false" => "false",
                     "None" | "null" => "null",
@@ -419,6 +429,14 @@ mod tests {
                 "[get_weather(city=\"Paris\", days = 3)]",
                 Some(vec![one("get_weather", r#"{"city": "Paris", "days": 3}"#)]),
             ),
+            // Regression: a name that tools may have was no function.
+            (
+                "[3d-view(), -x(a=1), .y()]",
+                Some(vec![one("3d-view", "{}"), one("-x", r#"{"a": 1}"#), one(".y", "{}")]),
+            ),
+            ("[f(1a=1)]", None),
+            ("[()]", None),
+            ("[1](a=1)", None),
             ("[]", None),
             ("[f]", None),
             ("[f(1)]", None),

@@ -2,7 +2,7 @@
 use super::{KINDS, load_on, on};
 use crate::common::*;
 use crate::{device_of_its_own, place};
-use kvist_cache::SeqId;
+use kvist_cache::{LayerId, SeqId};
 use kvist_device::*;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
@@ -67,4 +67,38 @@ fn a_session_that_does_not_fit_is_refused_by_name() {
     assert_eq!((budget.usage(), device.allocated_bytes()), loaded);
     drop(model);
     assert_eq!(device.allocated_bytes(), before);
+}
+
+/// Taps took bytes that K and V had been promised, and a full cache was refused its last growth.
+#[test]
+fn taps_leave_room_for_a_full_cache() {
+    const CONTEXT: u32 = 320;
+    let Some(device) = device_of_its_own() else { return };
+    let file = ModelFile::Path(fixtures("parity/llama-shared-kv"));
+    let registry = place(&device).registry();
+    let config = on(exact("contiguous", CONTEXT, 16));
+    let opened = Opened::open_without_texts(&file, true).unwrap();
+    let bound = MemoryPlan::of_session(opened.config(), &registry, &config).unwrap().session_bound();
+    let weights = opened.weight_bytes(&device, texts().format).unwrap();
+    let taps = [LayerId(0), LayerId(1)];
+    let width = taps.len() * opened.config().hidden;
+    let tap_bytes = device.tap_bytes(width, &config.step_limits()).unwrap();
+    for (less, fits) in [(0, true), (1, false)] {
+        let budget = MemoryBudget::new(weights + bound + tap_bytes - less);
+        let model = load_on(&device, &file, &budget);
+        let loaded = budget.usage();
+        let mut session = ModelSession::new(&model, &registry, &config).unwrap();
+        session.set_taps(&taps).unwrap();
+        let mut step = |at: u32| {
+            let tokens: Vec<u32> = (at..at + 16).map(|i| i * 7 % 40 + 3).collect();
+            session.forward(&[SequenceInput::chain(SeqId::ONLY, &tokens)], LogitRows::None).map(drop)
+        };
+        match fits {
+            true => (0..CONTEXT).step_by(16).for_each(|at| step(at).unwrap()),
+            // At the start, not at the end.
+            false => drop(step(0).unwrap_err()),
+        }
+        drop(session);
+        assert_eq!(budget.usage(), loaded);
+    }
 }

@@ -148,6 +148,31 @@ async fn a_request_whose_client_left_holds_nothing() {
     cache_is_unused(&engine).await;
 }
 
+/// More jobs than the queue has places: the next ones are sent as places free up, also while other jobs have them all.
+#[tokio::test]
+async fn all_jobs_get_their_texts_in_a_small_queue() {
+    let all = tokens(TEXT);
+    let mut small = config(4096);
+    (small.scheduler.max_batch, small.max_queue) = (2, 1);
+    small.fit();
+    let engine = engine(small);
+    let prompts: Vec<&[u32]> = (2..11).map(|n| &all[..n]).collect();
+    let alone: Vec<String> = prompts.iter().map(|prompt| alone(prompt, 8).1).collect();
+    let jobs = || prompts.iter().map(|prompt| greedy(prompt, 8));
+    let (first, second) = tokio::join!(engine.generate_all(jobs()), engine.generate_all(jobs()));
+    assert_eq!((first.as_ref(), second.as_ref()), (Ok(&alone), Ok(&alone)));
+    assert_eq!(engine.generate_all([]).await, Ok(Vec::new()));
+    let unknown = [greedy(&all[..3], 3000), greedy(&[u32::MAX], 8)];
+    let failed = engine.generate_all(unknown).await;
+    assert!(
+        matches!(failed, Err(Unserved::Failed(Failure::UnknownToken { token: u32::MAX, .. }))),
+        "{failed:?}"
+    );
+    cache_is_unused(&engine).await;
+    engine.drain();
+    assert_eq!(engine.generate_all(jobs()).await, Err(Rejected::Draining.into()));
+}
+
 #[tokio::test]
 async fn queues_end_and_deadlines_pass() {
     let all = tokens(TEXT);

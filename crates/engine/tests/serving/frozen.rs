@@ -62,7 +62,8 @@ async fn a_cache_stays_larger_than_its_prefix() {
     config.prefix = Some(frozen(&random_tokens(96, 3), &config));
     let engine = engine(config);
     for tokens in [16, 96, 97 + 15] {
-        match engine.resize(tokens, Duration::from_secs(3600)).await {
+        // Regression: a time that clocks do not have was a panic.
+        match engine.resize(tokens, Duration::MAX).await {
             Err(ResizeError::Prefix { needed: 112, capacity }) => assert_eq!(capacity, u64::from(tokens)),
             Ok(112) if tokens == 112 => {}
             other => panic!("{tokens}: {other:?}"),
@@ -86,14 +87,56 @@ fn an_engine_refuses_what_does_not_fit() {
     assert!(start(|_, prefix| prefix.origin.model.weights = "0".repeat(64), 40).contains("weights"));
     assert!(start(|config, _| config.paged.prefix = None, 40).contains("no prefix index"));
     assert!(start(|config, _| config.paged.cache.context_tokens = 32, 40).contains("--context"));
-    // The file has what a query at the end of the prefix sees, and a request begins at the end of a block.
+    // The file has the blocks that a query at the end of the prefix sees, and a request begins at the end of a block.
     for (n, fits) in [(96, true), (100, false)] {
         let mut config = config_of("f32".parse().unwrap());
-        config.paged.cache.window = Some(24);
+        config.paged.cache.window = Some(20);
         config.prefix = Some(frozen(&random_tokens(n, 3), &config));
         let error =
             Engine::start(model().clone(), &devices::all(), config).err().map(|error| error.to_string());
         assert_eq!(error.is_none(), fits, "{error:?}");
         assert!(error.is_none_or(|error| error.contains("whole blocks of 16")));
     }
+}
+
+/// Regression: of layers with a window, only the rows that the end of the prefix sees were in the file. The index had their whole blocks,
+/// so prompts that share less of the prefix attended rows that nobody had written.
+#[tokio::test]
+async fn prompts_that_share_a_part_of_a_prefix_with_windows_are_as_without_it() {
+    let (base, other) = (random_tokens(120, 3), random_tokens(120, 4));
+    for (window, sinks) in [(34, 0), (34, 4), (36, 16), (50, 0), (50, 4), (64, 4), (64, 16)] {
+        let config_of = || {
+            let mut config = config_of(Storage::F32);
+            (config.paged.cache.window, config.paged.cache.sinks) = (Some(window), sinks);
+            config.scheduler.max_batch_tokens = 32;
+            config.fit();
+            config
+        };
+        let (mut begun, without) = (config_of(), engine(config_of()));
+        begun.prefix = Some(frozen(&base[..96], &begun));
+        let with = engine(begun);
+        for shared in [20, 60, 70, 88, 96] {
+            let prompt = [&base[..shared], &other[..100 - shared]].concat();
+            let expected = receive(&mut without.submit(greedy(&prompt, 6)).unwrap()).await.tokens;
+            // At first, and from the blocks that the first one has stored.
+            for round in 0..2 {
+                let received = receive(&mut with.submit(greedy(&prompt, 6)).unwrap()).await;
+                let what = format!("window {window}, {sinks} sinks, {shared} tokens, round {round}");
+                assert_eq!(received.tokens, expected, "{what}");
+                assert!(shared < 96 || received.admitted.unwrap().0 >= 96, "{what}: not cached");
+            }
+        }
+    }
+}
+
+/// Files have whole blocks of 16, which do not fill larger ones.
+#[test]
+fn blocks_that_a_file_does_not_fill_are_refused() {
+    let mut config = config_of(Storage::F32);
+    (config.paged.cache.window, config.paged.block_tokens) = (Some(34), 32);
+    config.fit();
+    config.prefix = Some(frozen(&random_tokens(96, 3), &config));
+    let Err(error) = Engine::start(model().clone(), &devices::all(), config) else { panic!("it started") };
+    let error = error.to_string();
+    assert!(error.contains("whole blocks of 32") && error.contains("use blocks of 16"), "{error}");
 }

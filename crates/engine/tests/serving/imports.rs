@@ -4,15 +4,19 @@ use kvist_engine::devices;
 use kvist_engine::serving::*;
 use kvist_model::{Model, ModelFile};
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 const BLOCK: usize = 4;
 
-fn start(model: &Arc<Model>, context_tokens: u32) -> Engine {
+fn small(context_tokens: u32) -> EngineConfig {
     let mut config = config(context_tokens);
     config.paged.block_tokens = BLOCK as u32;
     (config.scheduler.max_batch, config.scheduler.max_batch_tokens) = (2, 6);
-    Engine::start(model.clone(), &devices::all(), config).unwrap()
+    config
+}
+
+fn start(model: &Arc<Model>, context_tokens: u32) -> Engine {
+    Engine::start(model.clone(), &devices::all(), small(context_tokens)).unwrap()
 }
 
 fn text(model: &Model, first: u32, n: u32) -> Vec<u32> {
@@ -112,4 +116,57 @@ async fn an_import_makes_way() {
     assert_eq!(ask(&engine, &other).await, (answer, 0));
     assert!(!go_on(&engine, id, blocks.clone()).await, "it was given up");
     assert_eq!(ask(&engine, &long).await, (long_answer, 0));
+}
+
+/// Begins an import when only a preempted request is left. Keeps which one.
+struct Import {
+    text: Vec<u32>,
+    has: BTreeSet<(u16, usize)>,
+    begun: Arc<Mutex<Option<ImportId>>>,
+}
+
+impl Watcher for Import {
+    fn stepped(&mut self, _: u64, _: u64, state: &mut EngineState) {
+        let scheduler = &state.scheduler;
+        let is_alone = scheduler.n_running() == 0 && scheduler.n_waiting() == 1;
+        let mut begun = self.begun.lock().unwrap();
+        if begun.is_none() && is_alone && scheduler.counters().preemptions > 0 {
+            let import = state.begin_import("", &self.text, BLOCK as u32, &self.has).unwrap();
+            *begun = Some(import.expect("an idle engine has room").id);
+        }
+    }
+}
+
+/// Regression: an import made way for requests that had never been admitted. One that was preempted ended in the middle of its answer,
+/// as if the cache were too small for it.
+#[tokio::test]
+async fn an_import_makes_way_for_a_preempted_request() {
+    let model = load_f32(&ModelFile::Path(fixtures("parity").join("gemma3")));
+    let (first, long) = (start(&model, 512), text(&model, 1, 90));
+    ask(&first, &long).await;
+    let blocks = blocks_of(&first, &long).await;
+    let others = [text(&model, 900, 48), text(&model, 531, 48)];
+    let mut expected = Vec::new();
+    for other in &others {
+        expected.push(receive(&mut first.submit(greedy(other, 40)).unwrap()).await.tokens);
+    }
+    let begun = Arc::default();
+    let import = Import { text: long, has: blocks.keys().copied().collect(), begun: Arc::clone(&begun) };
+    let mut config = small(112);
+    config.watchers.push(Box::new(import));
+    let engine = Engine::start(model, &devices::all(), config).unwrap();
+    // The engine begins when it has both.
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let submit = async {
+        let jobs = others.each_ref().map(|other| engine.submit(greedy(other, 40)).unwrap());
+        drop(go);
+        jobs
+    };
+    let (_, jobs) = tokio::join!(biased; engine.inspect(move |_| wait.recv()), submit);
+    for (mut job, expected) in jobs.into_iter().zip(expected) {
+        let heard = receive(&mut job).await;
+        assert_eq!((heard.tokens, heard.failure), (expected, None));
+    }
+    let id = begun.lock().unwrap().expect("no request was preempted");
+    assert!(!go_on(&engine, id, blocks).await, "it was given up");
 }

@@ -15,5 +15,6 @@ mod frozen;
 mod golden;
 mod imports;
 mod keep;
+mod pace;
 mod speculation;
 mod tiers;

@@ -240,6 +240,20 @@ fn undo_works_where_nothing_can_fork() {
     }
 }
 
+/// Regression: a generation that fails after its first token leaves more in the cache than the chat counts, and the next message was
+/// computed behind that.
+#[test]
+fn tokens_that_a_chat_does_not_know_are_removed() {
+    let question = "A trait defines";
+    let expected = fresh(&[question, " and an enum"]);
+    for kind in ["contiguous", "ring", "cells", "paged"] {
+        let left_over = started(&exact(kind, 512, 64));
+        let mut chat = Chat::new(left_over, None);
+        assert_eq!(say(&mut chat, question), (0, expected[0].clone()), "{kind}");
+        assert_eq!(say(&mut chat, " and an enum").1, expected[1], "{kind}");
+    }
+}
+
 #[test]
 fn a_layer_that_borrows_stores_nothing() {
     let folder = fixtures("parity/llama-shared-kv");

@@ -397,6 +397,35 @@ fn usual_json_is_taken() {
     }
 }
 
+/// Large numbers that are not refused are enforced to the last digit.
+#[test]
+fn large_numbers_are_exact() {
+    let writer = Writer::new();
+    let tokenizer = writer.model.tokenizer().unwrap();
+    let big = |from: i64, to: u64| json!({"type": "integer", "minimum": from, "maximum": to});
+    for (schema, text, expected) in [
+        (json!({"const": 1_i64 << 53}), "9007199254740992", true),
+        (
+            json!({"enum": [{"id": [4611686018427387904_i64]}, -9007199254740994_i64]}),
+            "-9007199254740994",
+            true,
+        ),
+        (json!({"enum": [{"id": [4611686018427387904_i64]}]}), r#"{"id":[4611686018427387904]}"#, true),
+        (json!({"type": "integer", "const": 1e18}), "1000000000000000000", true),
+        (big(1 << 60, 1 << 62), "1152921504606846976", true),
+        (big(1 << 60, 1 << 62), "1152921504606846975", false),
+        (big(1 << 60, 1 << 62), "4611686018427387905", false),
+        (big(0, i64::MAX as u64), "9223372036854775807", true),
+        (big(0, i64::MAX as u64), "9223372036854775808", false),
+        (big(0, u64::MAX), "9223372036854775807", true),
+    ] {
+        let mut constraint = writer.grammars.compile(&grammar(schema.clone())).unwrap().constraint();
+        let tokens = tokenizer.encode(text, false).unwrap();
+        let taken = tokens.iter().all(|token| constraint.accept(*token).is_ok());
+        assert_eq!(taken, expected, "{text} for {schema}");
+    }
+}
+
 /// Regression: the grammar treated `oneOf` as `anyOf`, so an answer could match two alternatives.
 #[test]
 fn one_of_admits_what_one_alternative_admits() {

@@ -21,6 +21,7 @@ mod frozen;
 mod keep;
 mod kinds;
 mod saved;
+mod saved_states;
 
 // Text.
 mod eagle;

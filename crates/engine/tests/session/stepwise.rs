@@ -138,6 +138,33 @@ fn a_session_is_cut_in_every_kind() {
     }
 }
 
+/// A paged cache releases blocks behind a window. A cut that needs them was refused; now the text begins again.
+#[test]
+fn a_cut_into_released_blocks_begins_again() {
+    let mut prompt = tokens(&"A reference is a value that points to data in memory. ".repeat(12));
+    prompt.truncate(104);
+    let mut config = exact("paged", 256, 16);
+    config.window = Some(16);
+    let mut session = session(model(), &config);
+    session.prefill(A, &prompt, &mut |_| true).unwrap();
+    assert_eq!(session.truncate(A, 103).unwrap(), 103);
+    assert_eq!(session.truncate(A, 20).unwrap(), 0);
+    assert_eq!(session.cache().next_position(A), Some(0));
+    assert_eq!(session.report()[0].used_cells, 0, "nothing is left behind");
+    session.prefill(A, &prompt[..20], &mut |_| true).unwrap();
+}
+
+/// A token outside the vocabulary was found only in its chunk: the chunks before it stayed.
+#[test]
+fn a_prompt_is_checked_before_its_first_chunk() {
+    let mut session = session(model(), &exact("ring", 64, 8));
+    let mut prompt = vec![1; 30];
+    prompt[25] = u32::MAX;
+    let refused = session.prefill(A, &prompt, &mut |_| true);
+    assert!(matches!(refused, Err(Error::TokenOutsideVocabulary { .. })), "{refused:?}");
+    assert_eq!(session.cache().next_position(A), Some(0));
+}
+
 #[test]
 fn logits_can_be_kept_beyond_the_next_pass() {
     let mut session = session(model(), &exact("contiguous", 64, 8));

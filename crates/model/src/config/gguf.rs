@@ -2,6 +2,7 @@
 use super::family::{self, FAMILIES, Traits};
 use super::rope::yarn_temperature;
 use super::*;
+use crate::tokenizer::stops;
 use crate::weights::{Gguf, Value};
 
 /// True if llama.cpp's converter permutes q and k for this `general.architecture`.
@@ -83,7 +84,7 @@ impl ModelConfig {
             layers,
             context: u32::try_from(context).unwrap_or(u32::MAX),
             bos: m.token("tokenizer.ggml.bos_token_id")?,
-            eos: end_tokens(gguf)?,
+            eos: end_tokens(gguf, vocab)?,
             stored_dtype: gguf.tensor("token_embd.weight")?.encoding,
             stored_linears: gguf.tensor("token_embd.weight")?.encoding,
             stored_experts: gguf.tensor(expert)?.encoding,
@@ -182,12 +183,21 @@ fn query_scalar(traits: &Traits, n_layers: usize, hidden: usize, n_heads: usize,
     }
 }
 
-/// The end tokens of a text, of a turn and of a message: any of them ends the model's output.
-fn end_tokens(gguf: &Gguf) -> Result<Vec<u32>, Error> {
+/// The end tokens of a text, of a turn, of a message and of what is filled in, those in Ollama's list, and those that
+/// their text marks: any of them ends the model's output.
+fn end_tokens(gguf: &Gguf, vocab: usize) -> Result<Vec<u32>, Error> {
+    let m = &gguf.metadata;
     let mut all = Vec::new();
-    for name in ["eos", "eot", "eom"] {
-        all.extend(gguf.metadata.token(&format!("tokenizer.ggml.{name}_token_id"))?);
+    for name in ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"] {
+        all.extend(m.token(&format!("tokenizer.ggml.{name}_token_id"))?);
     }
+    let listed = m.ints("tokenizer.ggml.eos_token_ids")?.unwrap_or_default();
+    all.extend(listed.iter().filter_map(|token| u32::try_from(*token).ok()));
+    let tokens = m.texts("tokenizer.ggml.tokens")?.unwrap_or_default();
+    // The model has no logits for tokens beyond its embeddings.
+    all.extend(stops::end_tokens(tokens.get(..vocab).unwrap_or(tokens)));
+    let mut seen = std::collections::BTreeSet::new();
+    all.retain(|token| seen.insert(*token));
     Ok(all)
 }
 
@@ -214,11 +224,15 @@ fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: u
     let key = |name: &str| format!("{architecture}.rope.{name}");
     let bad =
         |field: &str, problem: String| Error::Config { file: gguf.file().into(), field: key(field), problem };
-    let factor = || -> Result<f64, Error> {
-        m.number(&key("scaling.factor"))?.ok_or_else(|| bad("scaling.factor", "is missing".into()))
+    // As in llama.cpp, old files have another key, and 0 means none.
+    let factor = match m.number(&key("scaling.factor"))? {
+        None => m.number(&key("scale_linear"))?,
+        factor => factor,
     };
+    let factor = factor.filter(|factor| *factor != 0.0);
     let original = m.number(&key("scaling.original_context_length"))?.unwrap_or(context as f64);
-    let scaling = match m.text(&key("scaling.type"))?.unwrap_or("none") {
+    // A factor without a type is linear, as in llama.cpp.
+    let scaling = match m.text(&key("scaling.type"))?.unwrap_or("linear") {
         // Phi-3's factors for short and for long texts.
         _ if gguf.has("rope_factors_long.weight") => RopeScaling::Long {
             short: gguf.tensor("rope_factors_short.weight")?.to_f32()?,
@@ -230,13 +244,10 @@ fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: u
         _ if gguf.has("rope_freqs.weight") => {
             RopeScaling::Factors(gguf.tensor("rope_freqs.weight")?.to_f32()?)
         }
-        "none" => match m.number(&key("scale_linear"))? {
-            Some(factor) => RopeScaling::Linear { factor },
-            None => RopeScaling::None,
-        },
-        "linear" => RopeScaling::Linear { factor: factor()? },
+        "none" => RopeScaling::None,
+        "linear" => factor.map_or(RopeScaling::None, |factor| RopeScaling::Linear { factor }),
         "yarn" => {
-            let factor = factor()?;
+            let factor = factor.ok_or_else(|| bad("scaling.factor", "is missing".into()))?;
             let given = m.number(&key("scaling.attn_factor"))?.unwrap_or(1.0);
             RopeScaling::Yarn {
                 factor,

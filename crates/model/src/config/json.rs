@@ -308,11 +308,25 @@ impl<'f> Fields<'f> {
         Ok(layers)
     }
 
-    /// The rotary embedding of all layers. If sliding-window layers have their own, it is the second.
-    fn ropes(&self, traits: &Traits, head_dim: usize, context: usize) -> Result<Vec<Rope>, Error> {
-        let (field, parameters) = match (self.get("rope_parameters"), self.get("rope_scaling")) {
-            (Some(value), _) => ("rope_parameters", value.clone()),
-            (None, Some(value)) => ("rope_scaling", value.clone()),
+    /// The field that defines the scaling, and its value. As in transformers 5, `rope_scaling` comes before
+    /// `rope_parameters` unless it is empty: it is what users add to extend the context.
+    fn rope_parameters(&self, traits: &Traits) -> (&'static str, Value) {
+        let is_empty = |value: &&Value| value.as_object().is_some_and(Map::is_empty);
+        let scaling = self.get("rope_scaling").filter(|value| !is_empty(value));
+        match (self.get("rope_parameters"), scaling) {
+            // With one set per layer type, it changes the one of full attention.
+            (Some(Value::Object(new)), Some(Value::Object(scaling)))
+                if traits.sliding_theta.is_some()
+                    && new.get("full_attention").is_some_and(Value::is_object) =>
+            {
+                let mut all = new.clone();
+                if let Some(Value::Object(full)) = all.get_mut("full_attention") {
+                    full.extend(scaling.clone());
+                }
+                ("rope_parameters", Value::Object(all))
+            }
+            (_, Some(value)) => ("rope_scaling", value.clone()),
+            (Some(value), None) => ("rope_parameters", value.clone()),
             // gpt-oss defines its scaling in the family.
             (None, None) if traits.family == Family::GptOss => {
                 let stretch = r#"{"rope_type": "yarn", "factor": 32.0, "truncate": false,
@@ -320,7 +334,12 @@ impl<'f> Fields<'f> {
                 ("rope_scaling", serde_json::from_str(stretch).unwrap_or_default())
             }
             (None, None) => ("rope_scaling", Value::Object(Map::new())),
-        };
+        }
+    }
+
+    /// The rotary embedding of all layers. If sliding-window layers have their own, it is the second.
+    fn ropes(&self, traits: &Traits, head_dim: usize, context: usize) -> Result<Vec<Rope>, Error> {
+        let (field, parameters) = self.rope_parameters(traits);
         let Value::Object(object) = parameters else {
             return Err(self.bad(field, "is not a JSON object".into()));
         };

@@ -2,15 +2,12 @@
 //!
 //! These are minijinja's own filters and Python's methods, wrapped with a cost: an upper bound on the bytes they
 //! create, computed from the sizes of their arguments.
+use super::dates::strftime_now;
+use super::json::tojson;
 use super::limits::{SLOT_BYTES, items, listed, looked_for, refuse, spend, text_bytes, weigh};
-use super::strftime_now;
-use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
-use minijinja::{Environment, Error, ErrorKind, State, filters, functions, tests};
+use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, State, filters, functions, tests};
 use minijinja_contrib::pycompat::unknown_method_callback;
-use serde::Serialize;
-use serde_json::Serializer;
-use serde_json::ser::{Formatter, PrettyFormatter};
-use std::io::{self, Write};
 
 /// What a filter or a method creates from its first value and the others.
 #[derive(Clone, Copy)]
@@ -203,11 +200,7 @@ fn register_functions(environment: &mut Environment<'static>) {
         });
     }
     environment.add_function("raise_exception", |text: String| -> Result<Value, Error> { Err(refuse(text)) });
-    environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
-        // The longest month name stands for two bytes of format.
-        spend(format.len().saturating_mul(8))?;
-        Ok(strftime_now(&format))
-    });
+    environment.add_function("strftime_now", strftime_now);
     // Dumps the whole context, and is not part of Jinja.
     environment.remove_global("debug");
 }
@@ -233,64 +226,4 @@ fn method(state: &mut State, value: &Value, name: &str, others: &[Value]) -> Res
     values.extend_from_slice(others);
     pay(makes, &values)?;
     seen(makes, unknown_method_callback(state, value, name, others)?)
-}
-
-/// JSON that is charged as it is written.
-#[derive(Default)]
-struct Paid {
-    json: Vec<u8>,
-    refused: Option<Error>,
-}
-
-impl Write for Paid {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // It grows by doubling, is copied as it grows, and once more when complete.
-        match spend(4 * bytes.len()) {
-            Ok(()) => {
-                self.json.extend_from_slice(bytes);
-                Ok(bytes.len())
-            }
-            Err(error) => {
-                self.refused = Some(error);
-                Err(io::ErrorKind::OutOfMemory.into())
-            }
-        }
-    }
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// As in transformers: Python's spacing and no HTML escaping, unlike Jinja's own filter.
-fn tojson(value: Value, options: Kwargs) -> Result<Value, Error> {
-    weigh(&value, false)?;
-    let mut paid = Paid::default();
-    let written = match options.get::<Option<usize>>("indent")? {
-        None => value.serialize(&mut Serializer::with_formatter(&mut paid, Spaced)),
-        Some(indent) => {
-            let indent = " ".repeat(indent.min(16));
-            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
-            value.serialize(&mut Serializer::with_formatter(&mut paid, formatter))
-        }
-    };
-    if let Some(error) = paid.refused {
-        return Err(error);
-    }
-    written.map_err(|e| Error::new(ErrorKind::BadSerialization, e.to_string()))?;
-    Ok(Value::from(String::from_utf8_lossy(&paid.json)))
-}
-
-/// `{"a": 1, "b": [2, 3]}`
-struct Spaced;
-
-impl Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
-    }
 }

@@ -1,7 +1,8 @@
 //! Builds a tokenizer from a GGUF file's vocabulary: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`).
-use super::Tokenizer;
+use super::{Tokenizer, stops};
 use crate::error::Error;
 use crate::weights::Gguf;
+use std::borrow::Cow;
 use tokenizers::decoders::DecoderWrapper;
 use tokenizers::decoders::byte_fallback::ByteFallback;
 use tokenizers::decoders::fuse::Fuse;
@@ -52,13 +53,32 @@ fn pre_tokenizer(name: &str) -> (Option<&'static str>, bool) {
 
 /// True if [`pre_tokenizer`] supports this name, including GPT-2's own.
 fn is_known(pre: &str) -> bool {
-    ["default", "gpt-2", "gpt2"].contains(&pre) || pre_tokenizer(pre) != (None, false)
+    ["gpt-2", "gpt2"].contains(&pre) || pre_tokenizer(pre) != (None, false)
+}
+
+/// What converters write where they do not know how the model cuts words. llama.cpp assumes it in files older than the
+/// key.
+pub(super) const UNNAMED: &str = "default";
+
+/// The name of the file's pre-tokenizer. Where it is missing, what the architecture leaves no doubt about.
+fn pre_name(gguf: &Gguf, n_tokens: usize) -> Result<&str, Error> {
+    let m = &gguf.metadata;
+    match m.text("tokenizer.ggml.pre")? {
+        Some(pre) if pre != UNNAMED => return Ok(pre),
+        _ => {}
+    }
+    Ok(match (m.text("general.architecture")?, n_tokens) {
+        (Some("qwen2"), _) => "qwen2",
+        (Some("llama"), 128_256) => "llama-bpe", // Llama 3
+        _ => UNNAMED,
+    })
 }
 
 /// Texts and ids. Large vocabularies are looked up a million times while a file is read.
 type Vocabulary<'t> = ahash::AHashMap<&'t str, u32>;
 
 /// Token types of `tokenizer.ggml.token_type`.
+const NORMAL: i64 = 1;
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 
@@ -75,17 +95,23 @@ impl Tokenizer {
         if u32::try_from(tokens.len()).is_err() {
             return Err(bad(format!("has {} tokens", tokens.len())));
         }
+        let pre = pre_name(gguf, tokens.len())?;
+        let kinds = kinds(tokens, m.ints("tokenizer.ggml.token_type")?.unwrap_or_default());
+        let tokens = if model == "llama" { with_spaces(tokens, &kinds) } else { Cow::Borrowed(tokens) };
+        let tokens = tokens.as_ref();
         let vocab: Vocabulary<'_> = tokens.iter().map(String::as_str).zip(0..).collect();
         let mut inner = match model {
-            "gpt2" => byte_level(gguf, &vocab)?,
+            "gpt2" => byte_level(gguf, &vocab, pre)?,
             "llama" => sentence_piece(gguf, tokens, &vocab)?,
             other => return Err(bad(format!("is of the kind `{other}`; kvist supports gpt2 and llama"))),
         };
 
-        let types = m.ints("tokenizer.ggml.token_type")?.unwrap_or(&[]);
+        // Not normalized: they are looked for in the text as it is. A normalizer puts a space in front of every piece, which would
+        // then belong to the token.
         let added = |kind: i64| {
-            let of_kind = tokens.iter().zip(types).filter(move |(_, t)| **t == kind);
-            of_kind.map(move |(text, _)| AddedToken::from(text.clone(), kind == CONTROL)).collect::<Vec<_>>()
+            let of_kind = tokens.iter().zip(&kinds).filter(|(_, t)| **t == kind);
+            let token = |text: &String| AddedToken::from(text.clone(), kind == CONTROL).normalized(false);
+            of_kind.map(|(text, _)| token(text)).collect::<Vec<_>>()
         };
         inner.add_special_tokens(added(CONTROL)).map_err(|e| bad(e.to_string()))?;
         inner.add_tokens(added(USER_DEFINED)).map_err(|e| bad(e.to_string()))?;
@@ -94,14 +120,13 @@ impl Tokenizer {
         let bos = m.token("tokenizer.ggml.bos_token_id")?;
         let eos = m.token("tokenizer.ggml.eos_token_id")?;
         // llama.cpp's defaults for missing keys.
-        let pre = m.text("tokenizer.ggml.pre")?;
-        let with_bos = pre.is_some_and(|pre| ["llama-bpe", "tekken"].contains(&pre));
+        let with_bos = ["llama-bpe", "tekken"].contains(&pre);
         let adds_bos = m.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(model == "llama" || with_bos);
         Ok(Some(Tokenizer {
             cuts: super::cuts_of(&inner),
             inner,
             file: gguf.file().into(),
-            unknown_pre: pre.filter(|pre| model == "gpt2" && !is_known(pre)).map(str::to_string),
+            unknown_pre: (model == "gpt2" && !is_known(pre)).then(|| pre.to_string()),
             prepend: bos.filter(|_| adds_bos),
             eos,
             bos_text: text_of(bos),
@@ -110,7 +135,32 @@ impl Tokenizer {
     }
 }
 
-fn byte_level(gguf: &Gguf, vocab: &Vocabulary<'_>) -> Result<tokenizers::Tokenizer, Error> {
+/// The type of every token. A token that ends the model's output is a control token, as in llama.cpp, whatever the file says.
+fn kinds(tokens: &[String], given: &[i64]) -> Vec<i64> {
+    let mut kinds = given.to_vec();
+    kinds.resize(tokens.len(), NORMAL);
+    for end in stops::end_tokens(tokens) {
+        kinds[end as usize] = CONTROL;
+    }
+    kinds
+}
+
+/// SentencePiece's vocabulary with its user-defined tokens as they are in a text: newer converters write their spaces as spaces, older
+/// ones as U+2581.
+fn with_spaces<'t>(tokens: &'t [String], kinds: &[i64]) -> Cow<'t, [String]> {
+    let is_marked = |(token, kind): (&String, &i64)| *kind == USER_DEFINED && token.contains('▁');
+    if !tokens.iter().zip(kinds).any(is_marked) {
+        return Cow::Borrowed(tokens);
+    }
+    let known: ahash::AHashSet<&str> = tokens.iter().map(String::as_str).collect();
+    let spaced = tokens.iter().zip(kinds).map(|(token, kind)| {
+        let spaced = is_marked((token, kind)).then(|| token.replace('▁', " "));
+        spaced.filter(|text| !known.contains(text.as_str())).unwrap_or_else(|| token.clone())
+    });
+    Cow::Owned(spaced.collect())
+}
+
+fn byte_level(gguf: &Gguf, vocab: &Vocabulary<'_>, pre: &str) -> Result<tokenizers::Tokenizer, Error> {
     let bad = |what: String| Error::Tokenizer { file: gguf.file().into(), what };
     let m = &gguf.metadata;
     let lines = m.texts("tokenizer.ggml.merges")?.ok_or_else(|| bad("has no merges".into()))?;
@@ -121,7 +171,6 @@ fn byte_level(gguf: &Gguf, vocab: &Vocabulary<'_>) -> Result<tokenizers::Tokeniz
             .ok_or_else(|| bad(format!("has the merge `{line}`, which is not a pair")))?;
         merges.push((pair.0.to_string(), pair.1.to_string()));
     }
-    let pre = m.text("tokenizer.ggml.pre")?.unwrap_or("default");
     let bpe = BPE::builder()
         .vocab_and_merges(owned(vocab), merges)
         .ignore_merges(["llama-bpe", "tekken"].contains(&pre))

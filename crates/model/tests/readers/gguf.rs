@@ -9,7 +9,7 @@ use std::path::Path;
 
 const U8: u32 = 0;
 const U32: u32 = 4;
-const F32: u32 = 6;
+pub const F32: u32 = 6;
 const BOOL: u32 = 7;
 const TEXT: u32 = 8;
 const LIST: u32 = 9;
@@ -17,7 +17,7 @@ const U64: u32 = 10;
 
 /// A file before it is written. Every row of the table changes one thing in a valid one.
 #[derive(Clone)]
-struct File {
+pub struct File {
     magic: [u8; 4],
     version: u32,
     /// Counts to write instead of the true ones.
@@ -38,32 +38,32 @@ struct Tensor {
     offset: Option<u64>,
 }
 
-fn text(s: &[u8]) -> Vec<u8> {
+pub fn text(s: &[u8]) -> Vec<u8> {
     [&(s.len() as u64).to_le_bytes(), s].concat()
 }
-fn typed(kind: u32, bytes: &[u8]) -> Vec<u8> {
+pub fn typed(kind: u32, bytes: &[u8]) -> Vec<u8> {
     [&kind.to_le_bytes(), bytes].concat()
 }
-fn list(kind: u32, n: u64, bytes: &[u8]) -> Vec<u8> {
+pub fn list(kind: u32, n: u64, bytes: &[u8]) -> Vec<u8> {
     typed(LIST, &[&kind.to_le_bytes()[..], &n.to_le_bytes(), bytes].concat())
 }
-fn uint(n: u32) -> Vec<u8> {
+pub fn uint(n: u32) -> Vec<u8> {
     typed(U32, &n.to_le_bytes())
 }
 fn long(n: u64) -> Vec<u8> {
     typed(10, &n.to_le_bytes())
 }
-fn uints(numbers: &[u32]) -> Vec<u8> {
+pub fn uints(numbers: &[u32]) -> Vec<u8> {
     let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
     list(U32, numbers.len() as u64, &bytes)
 }
-fn words(s: &str) -> Vec<u8> {
+pub fn words(s: &str) -> Vec<u8> {
     typed(TEXT, &text(s.as_bytes()))
 }
 
 impl File {
     /// A loadable Llama with one layer: hidden 8, 2 heads of 4 with 1 KV head, MLP width 12, 5 tokens.
-    fn good() -> Self {
+    pub fn good() -> Self {
         let mut file = File {
             magic: *b"GGUF",
             version: 3,
@@ -104,7 +104,7 @@ impl File {
         file
     }
 
-    fn set(&mut self, key: &str, value: Vec<u8>) {
+    pub fn set(&mut self, key: &str, value: Vec<u8>) {
         self.drop_key(key);
         self.values.push((key.into(), value));
     }
@@ -115,7 +115,7 @@ impl File {
         self.tensors.iter_mut().find(|t| t.name == name.as_bytes()).expect("a tensor of the good file")
     }
 
-    fn bytes(&self) -> Vec<u8> {
+    pub fn bytes(&self) -> Vec<u8> {
         let mut out = self.magic.to_vec();
         out.extend(self.version.to_le_bytes());
         out.extend(self.n_tensors.unwrap_or(self.tensors.len() as u64).to_le_bytes());
@@ -451,11 +451,11 @@ const MODELS: &[Row] = &[
     ("a broken template", |f| f.set("tokenizer.chat_template", words("ok\n{% if %}")), &["template", "2"]),
 ];
 
-fn texts(all: &[&str]) -> Vec<u8> {
+pub fn texts(all: &[&str]) -> Vec<u8> {
     let bytes: Vec<u8> = all.iter().flat_map(|s| text(s.as_bytes())).collect();
     list(TEXT, all.len() as u64, &bytes)
 }
-fn vocabulary(file: &mut File, model: &str, tokens: Vec<u8>) {
+pub fn vocabulary(file: &mut File, model: &str, tokens: Vec<u8>) {
     file.set("tokenizer.ggml.model", words(model));
     file.set("tokenizer.ggml.tokens", tokens);
 }

@@ -209,7 +209,7 @@ fn control_tokens_eat_no_space() {
     assert_eq!(tokenizer.decode(&tokens).unwrap(), "hello world");
 }
 
-const TOKENIZER_JSON: &str = r#"{
+pub const TOKENIZER_JSON: &str = r#"{
   "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
   "added_tokens": [
     {"id": 4, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true},
@@ -226,7 +226,7 @@ const TOKENIZER_JSON: &str = r#"{
 const PRECOMPILED: &str =
     r#"{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "BPE"}}"#;
 
-fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+pub fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (name, contents) in files {
         std::fs::write(folder.path().join(name), contents).unwrap();
@@ -554,10 +554,24 @@ fn constructs_mean_what_they_mean_in_jinja() {
         ("{{ {'a': [1, true, none], 'b': 'é<'} | tojson }}", r#"{"a": [1, true, null], "b": "é<"}"#),
         ("{{ {'b': 1, 'a': {}} | tojson(ensure_ascii=false) }}{{ [] | tojson }}", r#"{"b": 1, "a": {}}[]"#),
         ("{{ {'a': 1} | tojson(indent=2) }}", "{\n  \"a\": 1\n}"),
+        ("{{ [{}, [], [[1]]] | tojson(indent=2) }}", "[\n  {},\n  [],\n  [\n    [\n      1\n    ]\n  ]\n]"),
+        ("{{ ['\\u007fé😀\"'] | tojson(ensure_ascii=true) }}", r#"["\u007f\u00e9\ud83d\ude00\""]"#),
+        ("{{ ['é'] | tojson(true) }}{{ ['é'] | tojson(indent=none) }}", "[\"\\u00e9\"][\"é\"]"),
+        ("{{ {'b': 1, 'a': [2, 3]} | tojson(separators=(',', ':')) }}", r#"{"b":1,"a":[2,3]}"#),
+        (
+            "{{ [{'b': 1, 'a': {'d': 1, 'c': 2}}] | tojson(sort_keys=true) }}",
+            r#"[{"a": {"c": 2, "d": 1}, "b": 1}]"#,
+        ),
+        ("{{ {'b': 1, 'a': []} | tojson(indent='--', sort_keys=true) }}", "{\n--\"a\": [],\n--\"b\": 1\n}"),
+        (
+            "{{ {'b': 1, 'a': [2]} | tojson(indent=1, separators=(', ', '=')) }}",
+            "{\n \"b\"=1, \n \"a\"=[\n  2\n ]\n}",
+        ),
+        ("{{ [1, {'a': 2}] | tojson(indent=0) }}", "[\n1,\n{\n\"a\": 2\n}\n]"),
         ("a\n    {% if true %}\nb\n    {% endif %}\nc", "a\nb\nc"),
         ("a{# a remark #}\nb\n", "ab"),
         ("{{- ' a' -}}  \n b", " ab"),
-        ("{{ strftime_now('%Y')|length }}", "4"),
+        ("{{ strftime_now('%Y')|length }} {{ strftime_now('%A %-d')[-1] is string }}", "4 True"),
         ("{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(1) }}{{ f('b') }}", "[1][b]"),
         ("{% generation %}x{% endgeneration %}y", "xy"),
         ("{{ messages | map(attribute='role') | join(',') }}", "user,assistant"),
@@ -587,6 +601,11 @@ fn an_error_in_a_template_names_its_line() {
         ("a\nb\n{{ x | nothing }}", &["nothing", ":3"]),
         ("a\n\n\n{{ raise_exception('roles must alternate') }}", &["roles must alternate", ":4"]),
         ("{{ messages[0].content.no_such() }}", &["no_such", ":1"]),
+        ("{{ 1 | tojson(indet=2) }}", &["indet", ":1"]),
+        ("{{ 1 | tojson(separators=':') }}", &["separators"]),
+        ("{{ 1 | tojson(indent=1.5) }}", &["indent"]),
+        ("{{ [1] | tojson(indent=999999999999) }}", &["may use"]),
+        ("{{ strftime_now('%Q') }}", &["`%Q`"]),
         ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", &["fuel"]),
         (
             "{% for a in range(90000) %}{% for b in range(90000) %}{{ b }}{% endfor %}{% endfor %}",

@@ -24,7 +24,7 @@ _IMAGE = '<img alt="{name}" style="max-width:100%" src="data:image/svg+xml;base6
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:
-    """``slo_ttft="2s"`` as ``--slo-ttft=2s``; lists are joined by commas, ``True`` is a flag alone."""
+    """``slo_ttft="2s"`` as ``--slo-ttft=2s``; a list is its flag for each item, ``True`` is a flag alone."""
     arguments = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
@@ -33,7 +33,8 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
         if value is True:
             arguments.append(flag)
         elif isinstance(value, (list, tuple, set, frozenset)):
-            arguments.append(f"{flag}={','.join(str(item) for item in value)}")
+            # Not joined by commas: items of --tier have commas of their own.
+            arguments.extend(f"{flag}={item}" for item in value)
         elif isinstance(value, (str, int, float, os.PathLike)):
             arguments.append(f"{flag}={value}")
         else:

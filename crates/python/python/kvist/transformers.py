@@ -180,14 +180,21 @@ class KvistCache(Cache):
         return self.fork()
 
     def __del__(self) -> None:
-        for seq in getattr(self, "_rows", ()):
-            self._drop(seq)
+        # The collector may call this between two layers of another cache's pass, which a removal would abandon.
+        if ids := getattr(self, "_ids", None):
+            ids.collected.extend(getattr(self, "_rows", ()))
+
+    def _drop_collected(self) -> None:
+        """Removes the sequences of forks that were collected. Only where no pass is in flight."""
+        while self._ids.collected:
+            self._drop(self._ids.collected.pop())
 
     def _drop(self, seq: int) -> None:
         if self._core.length(seq) is not None:
             self._core.remove(seq)
 
     def _copies(self, rows: list[int]) -> list[int]:
+        self._drop_collected()
         copies = []
         for row in rows:
             seq = self._ids.new()
@@ -230,6 +237,7 @@ class KvistCache(Cache):
         self._seen -= n
 
     def reset(self) -> None:
+        self._drop_collected()
         for seq in self._rows:
             self._drop(seq)
         self._rows, self._seen = [], 0
@@ -273,6 +281,7 @@ class KvistCache(Cache):
                 f"a pass of {batch} x {n} tokens, and the cache takes at most {self._max_step_tokens} at once: give "
                 f"max_step_tokens={batch * n}, or prefill in chunks (generate's prefill_chunk_size)"
             )
+        self._drop_collected()
         if not self._rows:
             self._rows = [self._ids.new() for _ in range(batch)]
             for seq in self._rows:
@@ -310,6 +319,8 @@ class _Ids:
 
     def __init__(self) -> None:
         self._next = 0
+        # Of caches that are gone: removed before the next pass.
+        self.collected: list[int] = []
 
     def new(self) -> int:
         self._next += 1

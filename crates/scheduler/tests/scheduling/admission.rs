@@ -77,6 +77,33 @@ fn what_a_window_lets_go_of_admits_the_next() {
     assert_eq!(s.n_waiting(), 0, "{} of 1024 cells held", s.used_cells());
 }
 
+/// A driver that waits between its steps asks whether the next plan may admit somebody.
+#[test]
+fn a_plan_may_admit_who_waits_unless_the_last_one_lacked_memory() {
+    let config = Config { max_batch: 2, ..tight("fcfs") };
+    let mut s = Scheduler::new(config, paged(&[group(96, None)], 16, "lru"), None).unwrap();
+    let (mut m, mut now) = (machine(10), 0);
+    assert!(!s.may_admit(), "nobody waits");
+    s.arrive(now, Request::new(0, now, 56, 5)).unwrap();
+    assert!(s.may_admit());
+    s.iterate(now, &mut m);
+    assert!(!s.may_admit(), "nobody waits");
+    s.arrive(now, Request::new(1, now, 56, 5)).unwrap();
+    assert!(s.may_admit(), "it was not tried");
+    while s.n_running() > 0 {
+        now += 10;
+        s.iterate(now, &mut m);
+        let ended = s.drain_ended().count() > 0;
+        assert_eq!((s.n_waiting(), s.may_admit()), (1, ended), "at {now}");
+    }
+    s.iterate(now, &mut m);
+    assert_eq!((s.n_running(), s.may_admit()), (1, false));
+    s.arrive(now, Request::new(2, now, 4, 5)).unwrap();
+    s.iterate(now, &mut m);
+    s.arrive(now, Request::new(3, now, 4, 5)).unwrap();
+    assert_eq!((s.n_running(), s.n_waiting(), s.may_admit()), (2, 1, false), "the batch is full");
+}
+
 /// A request that waits for memory is retried when another request has stored its prefix.
 #[test]
 fn a_longer_hit_admits_a_request_that_waited_for_memory() {

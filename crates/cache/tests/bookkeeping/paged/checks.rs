@@ -68,6 +68,12 @@ impl Drive {
             // Every block stores what its sequences and the index claim.
             for (seq, table) in self.tables(g) {
                 let sequence = self.sequences[&seq].clone();
+                let cells = self.cache.stored_cells(GroupId(g as u16), seq).into_iter();
+                let cells = cells.flat_map(|(first, run)| (first..).zip(run.cells()));
+                let len = sequence.tokens.len() as u32;
+                let in_table =
+                    (0..len).filter_map(|p| Some((p, table[(p / block) as usize]? * block + p % block)));
+                assert!(cells.eq(in_table), "cells of {seq} in group {g}");
                 for (i, at) in table.into_iter().enumerate() {
                     let Some(at) = at else { continue };
                     for p in i * block as usize..((i + 1) * block as usize).min(sequence.tokens.len()) {

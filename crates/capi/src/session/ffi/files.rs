@@ -62,8 +62,8 @@ pub unsafe extern "C" fn kvist_session_tokens(
 }
 
 /// Writes a sequence to a file: its tokens with their K and V, and the token that `kvist_session_next` gave last. `path` has what it had
-/// or the whole session afterwards, whatever happens, and a new file can be read by its owner alone. The session goes on; only
-/// in a full cache the sequence loses its last token, and its text ends. `KVIST_BAD_FILE` if the file cannot be written.
+/// or the whole session afterwards, whatever happens, and a new file can be read by its owner alone. The session goes on.
+/// `KVIST_BAD_FILE` if the file cannot be written.
 ///
 /// # Safety
 /// `session` came from `kvist_session_new`; `path` is null-terminated.
@@ -112,7 +112,7 @@ pub unsafe extern "C" fn kvist_session_resume(
 }
 
 /// Writes a sequence to a file that other sessions begin with, see `kvist_prefix_open`. The cache has to store it in order (any kind
-/// but "ring"; the first sequence of its session), and needs room for one more token. The session goes on.
+/// but "ring"; the first sequence of its session). The session goes on.
 ///
 /// # Safety
 /// `session` came from `kvist_session_new`; `path` is null-terminated.

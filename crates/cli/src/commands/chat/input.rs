@@ -29,6 +29,8 @@ pub enum Entry {
     /// No input, and a message was shown if needed: read again.
     Nothing,
     End,
+    /// Ctrl-C twice, or a signal: the program should end.
+    Interrupted,
 }
 
 pub enum Input {
@@ -40,7 +42,8 @@ pub enum Input {
 }
 
 pub struct Terminal {
-    editor: Editor<Lines, FileHistory>,
+    /// `None` once a read was interrupted: the thread that reads has it.
+    editor: Option<Editor<Lines, FileHistory>>,
     history: Option<PathBuf>,
     /// The last input was Ctrl-C: a second one ends the chat.
     interrupted: bool,
@@ -65,7 +68,7 @@ impl Input {
             .build();
         let mut editor = Editor::with_config(config).context("cannot edit lines at this terminal")?;
         editor.set_helper(Some(Lines::default()));
-        let mut terminal = Terminal { editor, history: None, interrupted: false };
+        let mut terminal = Terminal { editor: Some(editor), history: None, interrupted: false };
         if keep {
             terminal.remember();
         }
@@ -88,11 +91,14 @@ impl Input {
                 if *asks {
                     output::ask(&format!("\n{prompt}"));
                 }
-                let mut line = Vec::new();
-                let read = interrupt::idle(|| std::io::stdin().lock().read_until(b'\n', &mut line));
+                let read = interrupt::idle(|| {
+                    let mut line = Vec::new();
+                    std::io::stdin().lock().read_until(b'\n', &mut line).map(|_| line)
+                })?;
+                let Some(read) = read else { return Ok(Entry::Interrupted) };
                 match read.context("cannot read stdin")? {
-                    0 => Ok(Entry::End),
-                    _ => Ok(Entry::Text(utf8(line, "stdin")?.trim_end_matches(['\n', '\r']).into())),
+                    line if line.is_empty() => Ok(Entry::End),
+                    line => Ok(Entry::Text(utf8(line, "stdin")?.trim_end_matches(['\n', '\r']).into())),
                 }
             }
         }
@@ -105,7 +111,7 @@ impl Terminal {
         let Some(path) = history_file(|name| std::env::var_os(name)) else { return };
         let folder = path.parent().map(std::fs::create_dir_all).unwrap_or(Ok(()));
         let loaded = folder.map_err(ReadlineError::Io).and_then(|()| match path.exists() {
-            true => self.editor.load_history(&path),
+            true => self.editor.as_mut().map_or(Ok(()), |editor| editor.load_history(&path)),
             false => Ok(()),
         });
         match loaded {
@@ -117,16 +123,20 @@ impl Terminal {
     fn next(&mut self, prompt: &str) -> anyhow::Result<Entry> {
         output::ask("\n");
         interrupt::keep_terminal();
-        let read = interrupt::idle(|| self.editor.readline(prompt));
+        let Some(mut editor) = self.editor.take() else { return Ok(Entry::Interrupted) };
+        let prompt = prompt.to_owned();
+        let read = interrupt::idle(move || (editor.readline(&prompt), editor))?;
+        let Some((read, editor)) = read else { return Ok(Entry::Interrupted) };
+        let editor = self.editor.insert(editor);
         let before = std::mem::take(&mut self.interrupted);
         match read {
             Ok(line) => {
-                let asked = self.editor.helper_mut().map(|lines| lines.asked.take()).unwrap_or_default();
+                let asked = editor.helper_mut().map(|lines| lines.asked.take()).unwrap_or_default();
                 let line = joined(&line, &asked);
                 self.keep(&line);
                 Ok(Entry::Text(ended(line)))
             }
-            Err(ReadlineError::Interrupted) if before => std::process::exit(130),
+            Err(ReadlineError::Interrupted) if before => Ok(Entry::Interrupted),
             Err(ReadlineError::Interrupted) => {
                 self.interrupted = true;
                 output::note("Ctrl-C again, Ctrl-D or /quit ends the chat");
@@ -146,11 +156,12 @@ impl Terminal {
 
     fn keep(&mut self, line: &str) {
         let kept = line.len() <= MAX_ENTRY_BYTES && !line.trim().is_empty();
-        if !kept || !self.editor.add_history_entry(line).unwrap_or(false) {
+        let Some(editor) = self.editor.as_mut().filter(|_| kept) else { return };
+        if !editor.add_history_entry(line).unwrap_or(false) {
             return;
         }
         if let Some(path) = self.history.take() {
-            match self.editor.append_history(&path) {
+            match editor.append_history(&path) {
                 Ok(()) => self.history = Some(path),
                 Err(error) => note_no_history(&path, &error),
             }

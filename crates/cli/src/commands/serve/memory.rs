@@ -38,9 +38,15 @@ struct Plan {
     bound: json::MemoryBytes,
     /// Memory of all requests together: while they are prepared, and their prompts from then on.
     requests_bytes: u64,
-    /// The sum, a draft model included, which must be available.
+    /// The sum, a draft model included, which must be available. On a device with memory of its own without `host_bytes`.
     total_bytes: u64,
+    /// Of the device, or `--memory`.
     available_bytes: Option<u64>,
+    /// What requests and tiers take of the host's memory, beside a device with memory of its own; absent without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    host_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    host_available_bytes: Option<u64>,
 }
 
 /// What a server needs besides the weights, in bytes.
@@ -57,6 +63,13 @@ pub struct Needed {
 }
 
 impl Needed {
+    /// What it takes of the device's memory beside the model and its session, and what of the host's.
+    fn parts(&self) -> (u64, u64) {
+        let others = self.requests.saturating_add(self.tiers);
+        let (device, host) = if self.is_apart { (0, others) } else { (others, 0) };
+        (device.saturating_add(self.draft.unwrap_or(0)), host)
+    }
+
     /// Refuses a server that does not fit into the `free` bytes that the weights leave, or into the `host` bytes that are
     /// free beside a device with memory of its own. `longest` is the longest cache that fits into so many bytes.
     pub fn check(
@@ -111,23 +124,22 @@ impl Needed {
     }
 }
 
+/// Shows what a server takes, and of what: `available` are the bytes of the budget. Whether it fits, [`Needed::check`] says.
 pub fn show_plan(
     args: &Args,
     config: &ServerConfig,
-    opened: &Opened,
-    registry: &Registry,
+    (opened, registry): (&Opened, &Registry),
     plan: &MemoryPlan,
     speculation: Option<SpeculationPlan>,
+    needed: &Needed,
+    available: Option<u64>,
 ) -> anyhow::Result<()> {
     let weights = opened.weight_bytes(registry.device(), args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
     let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
-    let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
-    let draft_bytes = speculation.as_ref().and_then(|speculation| speculation.draft_model_bytes);
-    let tier_bytes = config.tier_bytes(opened.config());
-    let total = total.saturating_add(requests_bytes).saturating_add(tier_bytes);
-    let total = total.saturating_add(draft_bytes.unwrap_or(0));
-    let available = args.model.memory.map(|size| size.0).or_else(host::available);
+    let (beside, host_bytes) = needed.parts();
+    let total = total.saturating_add(beside);
+    let host_available = host::available().filter(|_| needed.is_apart);
     let report = Plan {
         version: json::VERSION,
         model: config.model_name(opened.name()),
@@ -139,13 +151,15 @@ pub fn show_plan(
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
         speculation,
-        tier_bytes: config.tiers.is_on().then_some(tier_bytes),
+        tier_bytes: config.tiers.is_on().then_some(needed.tiers),
         tier_pinned_bytes: tiers::pinned_bytes(&config.tiers, registry.device()),
         tier_disk_bytes: config.tiers.disk_dir.is_some().then_some(config.tiers.disk_bytes),
         bound: bound.into(),
-        requests_bytes,
+        requests_bytes: needed.requests,
         total_bytes: total,
         available_bytes: available,
+        host_bytes: needed.is_apart.then_some(host_bytes),
+        host_available_bytes: host_available,
     };
     if args.json {
         output::show_json(&report)?;
@@ -166,7 +180,7 @@ pub fn show_plan(
             format!("  per token      {}", Bytes(plan.kv_bytes_per_token)),
             format!("scratch          {}", Bytes(report.bound.scratch)),
             format!("activations      {}", Bytes(report.bound.activations)),
-            format!("requests         {}", Bytes(requests_bytes)),
+            format!("requests         {}", Bytes(needed.requests)),
         ];
         if let Some(speculation) = &report.speculation {
             let SpeculationPlan { speculate, max_draft_tokens, .. } = speculation;
@@ -178,21 +192,20 @@ pub fn show_plan(
         if let Some(bytes) = report.tier_bytes {
             lines.push(tiers::line(&config.tiers, bytes, report.tier_pinned_bytes));
         }
-        if let Some(bytes) = draft_bytes {
+        if let Some(bytes) = needed.draft {
             lines.push(format!("draft model      {}", Bytes(bytes)));
         }
         lines.push(format!("total bound      {}", Bytes(total)));
         if let Some(available) = available {
             lines.push(format!("available        {}", Bytes(available)));
         }
+        if let Some(bytes) = report.host_bytes {
+            let free = host_available.map_or(String::new(), |free| format!(" of {} available", Bytes(free)));
+            lines.push(format!("host's part      {}{free}: requests and tiers", Bytes(bytes)));
+        }
         output::show(&(lines.join("\n") + "\n"))?;
     }
-    match available {
-        Some(available) if total > available => {
-            anyhow::bail!("{} are needed, {} are available", Bytes(total), Bytes(available))
-        }
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -223,5 +236,9 @@ mod tests {
         check(false, 5, 2).unwrap();
         assert!(check(false, 5, 3).unwrap_err().contains("--tier-ram"));
         assert!(check(false, 8, 0).unwrap_err().contains("requests need"));
+        // The dry run compared the sum of both with the host's memory.
+        let needed =
+            |is_apart| Needed { tokens: 1, cache: GB, requests: 2, tiers: 3, draft: Some(4), is_apart };
+        assert_eq!((needed(true).parts(), needed(false).parts()), ((4, 5), (9, 0)));
     }
 }

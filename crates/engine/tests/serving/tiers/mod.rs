@@ -1,6 +1,7 @@
 //! Tiers below the cache of an engine.
 mod again;
 mod channels;
+mod deadlines;
 mod events;
 mod names;
 mod preemption;
