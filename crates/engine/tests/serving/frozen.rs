@@ -100,7 +100,7 @@ fn an_engine_refuses_what_does_not_fit() {
 }
 
 /// Regression: of layers with a window, only the rows that the end of the prefix sees were in the file. The index had their whole blocks,
-/// so prompts that share less of the prefix attended rows that nobody had written.
+/// so prompts that share less of the prefix attended rows that had not been written.
 #[tokio::test]
 async fn prompts_that_share_a_part_of_a_prefix_with_windows_are_as_without_it() {
     let (base, other) = (random_tokens(120, 3), random_tokens(120, 4));

@@ -83,11 +83,11 @@ fn a_plan_may_admit_who_waits_unless_the_last_one_lacked_memory() {
     let config = Config { max_batch: 2, ..tight("fcfs") };
     let mut s = Scheduler::new(config, paged(&[group(96, None)], 16, "lru"), None).unwrap();
     let (mut m, mut now) = (machine(10), 0);
-    assert!(!s.may_admit(), "nobody waits");
+    assert!(!s.may_admit(), "no request waits");
     s.arrive(now, Request::new(0, now, 56, 5)).unwrap();
     assert!(s.may_admit());
     s.iterate(now, &mut m);
-    assert!(!s.may_admit(), "nobody waits");
+    assert!(!s.may_admit(), "no request waits");
     s.arrive(now, Request::new(1, now, 56, 5)).unwrap();
     assert!(s.may_admit(), "it was not tried");
     while s.n_running() > 0 {
