@@ -315,6 +315,12 @@ pub trait Pools: Send {
 pub trait Backend: Send + Sync {
     fn id(&self) -> &'static str;
 
+    /// Refuses what [`pools`](Self::pools) would refuse however much memory is free: storages, heads and capacities that the device has
+    /// no kernels for or cannot bind. Reserves nothing.
+    fn check(&self, _spec: &PoolSpec) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Makes empty pools. Reserves the scratch memory; K and V are reserved as they grow.
     fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, DeviceError>;
 

@@ -98,6 +98,9 @@ impl<D: Driver> Backend for GpuDevice<D> {
     fn id(&self) -> &'static str {
         D::NAME
     }
+    fn check(&self, spec: &PoolSpec) -> Result<(), DeviceError> {
+        pools::check(&*self.gpu, spec)
+    }
     fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, DeviceError> {
         Ok(Box::new(GpuPools::new(&self.gpu, spec)?))
     }

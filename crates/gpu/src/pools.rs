@@ -251,7 +251,7 @@ fn sides_of<'a, D: Driver>(
 }
 
 /// Refuses what there are no kernels for, before memory is reserved.
-fn check<D: Driver>(gpu: &D, spec: &PoolSpec) -> Result<(), DeviceError> {
+pub(crate) fn check<D: Driver>(gpu: &D, spec: &PoolSpec) -> Result<(), DeviceError> {
     spec.check_kv_only(D::NAME)?;
     gpu.check()?;
     for (l, layer) in spec.layout.layers.iter().enumerate() {

@@ -100,8 +100,8 @@ struct Scratch {
     schedule: Schedule,
 }
 
-/// Most entries of tiles that read block by block for which pools reserve memory at the start: 36 MiB.
-const USUAL_ENTRIES: u64 = 1 << 20;
+/// Most entries of tiles that read block by block for which pools reserve memory at the start: 9 MiB.
+const USUAL_ENTRIES: u64 = 1 << 18;
 
 /// Words for which pools reserve memory at the start: all that the largest step needs, as far as sequences consist of whole blocks, and
 /// [`USUAL_ENTRIES`] are enough for them. Caches whose sequences are scattered cell by cell may need more.
