@@ -317,7 +317,7 @@ pub trait Backend: Send + Sync {
 
     /// Refuses what [`pools`](Self::pools) would refuse however much memory is free: storages, heads and capacities that the device has
     /// no kernels for or cannot bind. Reserves nothing.
-    fn check(&self, _spec: &PoolSpec) -> Result<(), DeviceError> {
+    fn check_spec(&self, _spec: &PoolSpec) -> Result<(), DeviceError> {
         Ok(())
     }
 

@@ -192,7 +192,7 @@ impl MemoryPlan {
             capacity_cells: cache.capacity_cells(),
             ..config.pool_spec(&layout, &MemoryBudget::unlimited())
         };
-        backend.check(&spec)?;
+        backend.check_spec(&spec)?;
         let usage = backend.bound(&spec).ok_or_else(overflow)?;
         let (device, shape, limits) = (registry.device(), model.shape(), config.step_limits());
         let activations = device.activation_bytes(&shape, &limits).ok_or_else(overflow)?;

@@ -98,7 +98,7 @@ impl<D: Driver> Backend for GpuDevice<D> {
     fn id(&self) -> &'static str {
         D::NAME
     }
-    fn check(&self, spec: &PoolSpec) -> Result<(), DeviceError> {
+    fn check_spec(&self, spec: &PoolSpec) -> Result<(), DeviceError> {
         pools::check(&*self.gpu, spec)
     }
     fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, DeviceError> {

@@ -95,10 +95,10 @@ impl Scheduler {
         self.running.len() < self.config.max_batch as usize
     }
 
-    /// Whether the next plan may admit a waiting request or one that is being loaded, as far as the batch and the memory are known. False
-    /// if the batch has no place, or if the last plan lacked the memory and there is no more of it now.
+    /// Whether the next plan may admit a waiting request, as far as the batch and the memory are known. False if the batch has no place, if
+    /// the last plan lacked the memory and there is no more of it now, and for requests that wait for a tier or for another's prefix.
     pub fn may_admit(&self) -> bool {
-        let waits = !self.waiting.is_empty() || self.n_loading() > 0;
+        let waits = self.next_waiting().is_some();
         let has_place = self.has_batch_room() || self.order.policy().preempts();
         waits && has_place && self.blocked.is_none_or(|surplus| self.space().surplus() > surplus)
     }

@@ -9,6 +9,31 @@ use serde_json::{Map, Number, Value};
 /// 2⁶³: `i64` ends here.
 const BEYOND: f64 = (1_u64 << 63) as f64;
 
+/// Keywords whose value counts something.
+pub(super) const COUNTS: [&str; 6] =
+    ["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"];
+
+/// Writes counts such as `20.0` as integers, which they are in JSON Schema: clients that have doubles alone write them so, and
+/// llguidance takes integers alone.
+pub(super) fn count_in_integers(value: &mut Value) {
+    match value {
+        Value::Array(list) => list.iter_mut().for_each(count_in_integers),
+        Value::Object(map) => {
+            for (name, value) in map {
+                let count =
+                    value.as_f64().filter(|n| (0.0..=f64::from(u32::MAX)).contains(n) && n.fract() == 0.0);
+                match count {
+                    Some(n) if value.is_f64() && COUNTS.contains(&name.as_str()) => {
+                        *value = (n as u64).into()
+                    }
+                    _ => count_in_integers(value),
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
 /// Refuses the numbers of one schema, without those of the schemas in it, that would be enforced as others.
 pub(super) fn check(map: &Map<String, Value>, place: &str) -> Result<(), InvalidParameter> {
     let bad = |path: &str, number: &Number| {
@@ -72,4 +97,20 @@ fn is_bound(number: &Number, exclusive: bool) -> bool {
 fn is_upper_bound(number: &Number, exclusive: bool) -> bool {
     let is_beyond = number.as_i64().is_none() && number.as_f64().is_some_and(|x| x >= BEYOND);
     is_beyond || (!exclusive && number.as_i64() == Some(i64::MAX)) || is_bound(number, exclusive)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn whole_counts_are_integers() {
+        let mut schema = json!({"minItems": 1.0, "items": {"maxLength": 20.0, "minimum": 1.0}, "maxItems": 2.5,
+            "anyOf": [{"minProperties": 0.0}, {"minLength": -1.0}]});
+        count_in_integers(&mut schema);
+        let expected = json!({"minItems": 1, "items": {"maxLength": 20, "minimum": 1.0}, "maxItems": 2.5,
+            "anyOf": [{"minProperties": 0}, {"minLength": -1.0}]});
+        assert_eq!(schema, expected);
+    }
 }

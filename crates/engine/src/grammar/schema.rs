@@ -32,7 +32,8 @@ pub struct Schema {
 
 impl Schema {
     /// `place` is the schema's path in error messages. Nothing is validated yet.
-    pub fn new(place: &str, schema: Value) -> Self {
+    pub fn new(place: &str, mut schema: Value) -> Self {
+        exact::count_in_integers(&mut schema);
         Schema { place: place.into(), schema }
     }
 
@@ -240,8 +241,9 @@ impl<'s> Checker<'s> {
                 _ => bad("is not a list of names"),
             },
             "pattern" | "format" if !value.is_string() => bad("is not a string"),
-            "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties"
-                if value.as_u64().is_none_or(|n| n > u64::from(u32::MAX)) =>
+            count
+                if exact::COUNTS.contains(&count)
+                    && value.as_u64().is_none_or(|n| n > u64::from(u32::MAX)) =>
             {
                 bad("is not a whole number from 0 to 4294967295")
             }

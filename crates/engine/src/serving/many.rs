@@ -13,42 +13,44 @@ pub enum Unserved {
     Failed(#[from] Failure),
 }
 
-struct Text {
-    /// `None` once the text has ended.
-    handle: Option<GenerationHandle>,
-    text: String,
-}
-
-/// The texts of the jobs that were sent, in their order.
+/// The texts of the jobs that were sent, in their order, and the handles of those that have not ended.
 #[derive(Default)]
-struct Texts(Vec<Text>);
+struct Texts {
+    all: Vec<String>,
+    live: Vec<(usize, GenerationHandle)>,
+}
 
 impl Texts {
     /// Takes every event that has come, of all texts alike: while one text is waited for, none of the others may collect so many unread
     /// tokens that it is [cut off](Failure::Unread). Returns whether there was any. Otherwise the next event of any text wakes the task.
     fn receive(&mut self, context: &mut Context<'_>) -> Result<bool, Failure> {
-        let mut any = false;
-        for Text { handle, text } in &mut self.0 {
-            while let Some(running) = handle {
-                let Poll::Ready(event) = running.poll_next(context) else { break };
+        let (mut any, mut failed) = (false, None);
+        let Texts { all, live } = self;
+        live.retain_mut(|(at, handle)| {
+            while let Poll::Ready(event) = handle.poll_next(context) {
                 any = true;
                 match event {
                     Some(Event::Admitted { .. } | Event::Prompt(_)) => {}
-                    Some(Event::Token(token)) => *text += &token.text,
+                    Some(Event::Token(token)) => all[*at] += &token.text,
                     Some(Event::Done(done)) => {
-                        *text += &done.text;
-                        *handle = None;
+                        all[*at] += &done.text;
+                        return false;
                     }
-                    Some(Event::Failed(failure)) => return Err(failure),
-                    None => *handle = None,
+                    Some(Event::Failed(failure)) => {
+                        failed.get_or_insert(failure);
+                        return false;
+                    }
+                    None => return false,
                 }
             }
-        }
-        Ok(any)
+            true
+        });
+        failed.map_or(Ok(any), Err)
     }
 
-    fn have_ended(&self) -> bool {
-        self.0.iter().all(|text| text.handle.is_none())
+    fn push(&mut self, handle: GenerationHandle) {
+        self.live.push((self.all.len(), handle));
+        self.all.push(String::new());
     }
 }
 
@@ -77,7 +79,7 @@ impl Engine {
                     permits => permits?.pop(),
                 };
                 let (Some(permit), Some(job)) = (permit, jobs.next()) else { break };
-                texts.0.push(Text { handle: Some(self.submit_in(job, permit)?), text: String::new() });
+                texts.push(self.submit_in(job, permit)?);
             }
             let all_sent = jobs.peek().is_none();
             let mut changed = pin!(live.changed());
@@ -85,12 +87,12 @@ impl Engine {
             let mut next = |context: &mut Context<'_>| -> Result<Poll<()>, Unserved> {
                 let any = texts.receive(context)?;
                 if all_sent {
-                    return Ok(if texts.have_ended() { Poll::Ready(()) } else { Poll::Pending });
+                    return Ok(if texts.live.is_empty() { Poll::Ready(()) } else { Poll::Pending });
                 }
                 if gone.as_mut().poll(context).is_ready() {
                     return Err(Rejected::Draining.into());
                 }
-                // A place is free when a job is admitted, also one of others when it ends.
+                // A place is free when a job is admitted or ends, of others too.
                 let may_send = any || changed.as_mut().poll(context).is_ready();
                 Ok(if may_send { Poll::Ready(()) } else { Poll::Pending })
             };
@@ -100,7 +102,7 @@ impl Engine {
             })
             .await?;
             if all_sent {
-                return Ok(texts.0.into_iter().map(|text| text.text).collect());
+                return Ok(texts.all);
             }
         }
     }
@@ -135,23 +137,25 @@ mod tests {
             let events = UnreadEvents { events, n: unread.clone() };
             let handle =
                 GenerationHandle { id: RequestId(id), events, ended: false, shared: engine.shared.clone() };
-            (sender, Text { handle: Some(handle), text: String::new() })
+            (sender, handle)
         };
         let unread = Arc::new(AtomicUsize::new(3));
         let (_silent, first) = text(100, &Arc::default());
         let (sender, second) = text(101, &unread);
-        let mut texts = Texts(vec![first, second]);
+        let mut texts = Texts::default();
+        texts.push(first);
+        texts.push(second);
         let mut context = Context::from_waker(Waker::noop());
         for (id, text) in (0..).zip(["a", "b", "c"]) {
             sender.send(Event::Token(Token { id, text: text.into(), logprob: None })).unwrap();
         }
         assert_eq!(texts.receive(&mut context), Ok(true));
-        assert_eq!((unread.load(SeqCst), texts.0[1].text.as_str()), (0, "abc"));
+        assert_eq!((unread.load(SeqCst), texts.all[1].as_str()), (0, "abc"));
         assert_eq!(texts.receive(&mut context), Ok(false));
         let done = Done { finish: FinishReason::Length, text: "d".into(), usage: Usage::default() };
         sender.send(Event::Done(done)).unwrap();
         assert_eq!(texts.receive(&mut context), Ok(true));
-        assert_eq!(texts.0[1].text, "abcd");
-        assert!(texts.0[1].handle.is_none() && !texts.have_ended());
+        assert_eq!(texts.all[1], "abcd");
+        assert_eq!(texts.live.iter().map(|(at, _)| *at).collect::<Vec<_>>(), [0]);
     }
 }

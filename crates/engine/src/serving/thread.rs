@@ -191,7 +191,8 @@ impl Thread {
         let fastest = paces.reduce(|a, b| Some(a?.max(b?)))??;
         let prefills = |id| self.state.scheduler.status(id).is_some_and(|it| it.running && it.generated == 0);
         let drains = self.shared.upgrade().is_none_or(|shared| shared.draining.load(SeqCst));
-        if drains || self.state.scheduler.may_admit() || self.live.keys().any(|id| prefills(*id)) {
+        let may_begin = self.state.scheduler.may_admit() || self.state.executor.is_copying();
+        if drains || may_begin || self.live.keys().any(|id| prefills(*id)) {
             return None;
         }
         let next_step = self.step_started + Duration::from_secs(1) * self.paced_tokens / fastest.max(1);
@@ -310,6 +311,8 @@ impl Thread {
                 let miss = status.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
                 let not_loaded = status.not_loaded.filter(|_| live.explain);
                 live.admit(self.state.instant_of(at), status.hit_tokens, status.loaded, miss, not_loaded);
+                // Its place in the queue is free.
+                self.shared.upgrade().inspect(|shared| shared.live.send_modify(|_| ()));
             }
         }
         let ended: Vec<Ended> = self.state.scheduler.drain_ended().collect();

@@ -5,7 +5,13 @@ use std::sync::{Arc, Mutex};
 
 /// When steps began, in nanoseconds on the engine's clock.
 #[derive(Clone, Default)]
-struct Starts(Arc<Mutex<Vec<u64>>>);
+pub struct Starts(Arc<Mutex<Vec<u64>>>);
+
+impl Starts {
+    pub fn all(&self) -> Vec<u64> {
+        self.0.lock().unwrap().clone()
+    }
+}
 
 impl Watcher for Starts {
     fn stepped(&mut self, now_ns: u64, end_ns: u64, _: &mut EngineState) {
@@ -27,7 +33,7 @@ async fn a_prompt_is_read_at_once() {
         receive(&mut engine.submit(Job { pace: Some(1), ..greedy(&prompt, 1) }).unwrap()).await;
         // Until the watchers of that step have run.
         engine.inspect(|_| ()).await;
-        let starts = starts.0.lock().unwrap();
+        let starts = starts.all();
         assert_eq!(starts.len(), n);
         if starts.windows(2).any(|two| two[1] - two[0] < 1_000_000_000) {
             return;
@@ -50,6 +56,6 @@ async fn a_job_without_a_place_does_not_end_the_waiting() {
     let mut waiting = engine.submit(slow(1)).unwrap();
     assert_eq!(receive(&mut running).await.tokens.len(), 2);
     assert_eq!(receive(&mut waiting).await.tokens.len(), 1);
-    let starts = starts.0.lock().unwrap();
+    let starts = starts.all();
     assert!(starts[1] - starts[0] >= 1_000_000_000, "{starts:?}");
 }

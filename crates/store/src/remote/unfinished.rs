@@ -2,19 +2,21 @@
 //!
 //! opendal writes to a file beside the blocks and renames it when it is whole. It removes none that it does not finish:
 //! a full or slow folder would fill up with them.
-use opendal::{Buffer, Operator, Writer};
+use opendal::{Buffer, ErrorKind, Operator, Writer};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 use tokio::runtime::Handle;
+use tokio::sync::oneshot;
 
 /// No write takes so long.
 const ABANDONED: Duration = Duration::from_secs(3600);
 
 /// Writes a file as a whole, or leaves nothing: also if it is dropped, as by a caller whose time is over.
 pub(super) async fn write(operator: &Operator, path: &str, bytes: Buffer) -> Result<(), opendal::Error> {
-    let mut unfinished = Unfinished(Some(operator.writer(path).await?));
+    let mut unfinished =
+        begin(operator.writer(path).await?, bytes.slice(..bytes.len().min(1)).to_vec()).await?;
     let Some(writer) = &mut unfinished.0 else { return Ok(()) };
-    let written = match writer.write(bytes).await {
+    let written = match writer.write(bytes.slice(bytes.len().min(1)..)).await {
         Ok(()) => writer.close().await.map(|_| ()),
         Err(error) => Err(error),
     };
@@ -24,6 +26,22 @@ pub(super) async fn write(operator: &Operator, path: &str, bytes: Buffer) -> Res
     }
     unfinished.0 = None;
     written
+}
+
+/// Writes the first byte, with which opendal makes the file. A writer that is dropped meanwhile would not know of its file, so this runs
+/// in a task of its own, which goes on if its caller does not.
+async fn begin(writer: Writer, first: Vec<u8>) -> Result<Unfinished, opendal::Error> {
+    let (send, begun) = oneshot::channel();
+    tokio::spawn(async move {
+        let mut unfinished = Unfinished(Some(writer));
+        let written = match &mut unfinished.0 {
+            Some(writer) => writer.write(first).await,
+            None => Ok(()),
+        };
+        // Without a caller the file is removed here.
+        let _ = send.send(written.map(|()| unfinished));
+    });
+    begun.await.unwrap_or_else(|_| Err(opendal::Error::new(ErrorKind::Unexpected, "the runtime has ended")))
 }
 
 /// Removes the file of a write that is not over when it is dropped.
