@@ -181,7 +181,7 @@ fn parse(json: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     let parsed = quietly(|| tokenizers::Tokenizer::from_bytes(json));
     let parsed = parsed.ok_or_else(|| "contains something that kvist cannot read".to_string())?;
     let mut tokenizer = parsed.map_err(|e| e.to_string())?;
-    // Files keep the settings of whoever saved them, a training's often. transformers only obeys them if it is asked to.
+    // Files keep the settings with which they were saved, often those of a training. transformers obeys them only if asked to.
     tokenizer.with_truncation(None).map_err(|e| e.to_string())?;
     tokenizer.with_padding(None);
     Ok(tokenizer)

@@ -179,7 +179,7 @@ impl<S: FrameStore> Framed<S> {
                     return Ok(None);
                 }
             }
-            // It is removed from a shared store as well: as long as it is found there, nobody puts the block again.
+            // It is removed from a shared store as well: as long as it is found there, no server puts the block again.
             Err(Damage::Length | Damage::Magic | Damage::Version | Damage::Key | Damage::Hash) => {
                 add(&self.counters.damaged, 1);
             }

@@ -440,7 +440,7 @@ fn the_shortest_cut_is_that_of_a_sequence_and_its_copies() {
     it.sequences().seq_cp(c, d, 0, 17).unwrap();
     assert_eq!(it.sequences().seq_rm(d, 2, u32::MAX), gone(d, 2));
     it.sequences().seq_rm(d, 15, u32::MAX).unwrap();
-    // Whoever has no tokens of it any more is free.
+    // A sequence that has no tokens of it any more is free.
     it.sequences().seq_rm(A, 0, u32::MAX).unwrap();
     it.sequences().seq_new(A).unwrap();
     it.grow(A, 9);

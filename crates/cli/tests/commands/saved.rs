@@ -107,7 +107,7 @@ fn a_text_is_saved_though_stdout_is_closed() {
     let out = save(path, writes.try_clone().unwrap());
     assert_eq!((out.status.code(), out.stderr.len()), (Some(0), 0), "{out:?}");
     assert!(!text(&["--resume", path, "-n", "5"]).is_empty());
-    // A session that cannot be saved is a failure, whoever reads stdout.
+    // A session that cannot be saved is a failure, also if stdout is closed.
     let long = folder.path().join("x".repeat(255)); // the file that is renamed to it would need a longer name
     let out = save(long.to_str().unwrap(), writes);
     assert_eq!(out.status.code(), Some(1), "{out:?}");

@@ -36,7 +36,7 @@ impl RowStore {
         bytes
     }
 
-    /// True if every value in cells `0..cells` is finite. Of keys, which nobody asks: only if every one that was ever stored was.
+    /// True if every value in cells `0..cells` is finite. Of keys, where it does not matter: only if every one that was ever stored was.
     pub fn is_finite(&self, slabs: &[Pages], cells: u32) -> bool {
         let cells = CellRun { start: 0, len: cells.min(self.cells()) };
         let are_finite = |head: usize| {
