@@ -12,6 +12,7 @@ mod quads;
 
 use super::{Block, Blocks, Lines, Queries, Sums};
 use crate::arch::{LANES, Simd, quad_of_units};
+use kvist_device::weights::round::largest;
 pub use quads::Quads;
 
 /// Largest magnitude in two signed bytes: 127 * 256 + 127, with room for rounding.
@@ -335,11 +336,6 @@ impl Split {
         const INTEGERS: f32 = 1.5 * (1 << 23) as f32;
         ((x * self.inverse + INTEGERS) - INTEGERS) as i32
     }
-}
-
-/// The largest magnitude, or NaN, which `max` would drop.
-fn largest(row: &[f32]) -> f32 {
-    row.iter().fold(0f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max })
 }
 
 impl PackedQuery {

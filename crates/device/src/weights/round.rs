@@ -57,7 +57,8 @@ pub(super) fn decode_int8(block: &[u8], out: &mut [f32]) {
 }
 
 /// The largest magnitude, or NaN, which `max` would drop.
-fn largest(x: &[f32]) -> f32 {
+#[inline]
+pub fn largest(x: &[f32]) -> f32 {
     x.iter().fold(0f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max })
 }
 
