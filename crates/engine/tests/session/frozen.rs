@@ -1,48 +1,26 @@
 //! Frozen prefixes, in files and in memory: what follows is the same to the bit as if the prefix had been computed, or it is refused.
 use crate::common::*;
+use crate::rig::{Rig, go_on};
 use kvist_cache::SeqId;
-use kvist_device::Storage;
 use kvist_engine::Error;
 use kvist_engine::chat::Chat;
 use kvist_engine::frozen::{FrozenPrefix, FrozenText, SharedPrefix, begin_with, freeze, share};
 use kvist_engine::generate::Limits;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
-use kvist_engine::saved::{Origin, SavedSession};
-use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_model::weights::WeightFormat;
-use kvist_model::{Model, ModelFile, Opened};
+use kvist_engine::saved::SavedSession;
+use kvist_engine::session::ModelSession;
+use kvist_model::ModelFile;
 use kvist_testing::SplitMix64;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 const STORAGES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "t4", "t4-o"];
 
-struct Rig {
-    model: Arc<Model>,
-    opened: Opened,
-    folder: tempfile::TempDir,
-}
-
 impl Rig {
-    fn new(file: &ModelFile) -> Rig {
-        let (model, opened) = (load(file.clone()).unwrap(), Opened::open(file, true).unwrap());
-        Rig { model, opened, folder: tempfile::tempdir().unwrap() }
-    }
-    fn config(&self, kind: &str, storage: &str, chunk: u32) -> CacheConfig {
-        let storage: Storage = storage.parse().unwrap();
-        let window = (kind == "ring").then_some(64);
-        CacheConfig { k: storage, v: storage.for_values(), window, max_rows: 1, ..exact(kind, 256, chunk) }
-    }
     /// With room for these tokens and one more.
     fn tight(&self, tokens: u32) -> CacheConfig {
         CacheConfig { context_tokens: tokens + 1, ..self.config("contiguous", "f16", 32) }
-    }
-    fn origin(&self, config: &CacheConfig) -> Origin {
-        Origin::new(self.opened.fingerprint().unwrap(), WeightFormat::AsStored, config, self.model.config())
-    }
-    fn path(&self) -> PathBuf {
-        self.folder.path().join("p.kvp")
     }
     fn tokens(&self, n: usize) -> Vec<u32> {
         let (mut random, vocab) = (SplitMix64(3), self.model.config().vocab as u32);
@@ -72,19 +50,10 @@ impl Rig {
     }
 }
 
-/// The bits of the logits after each token, one by one.
-fn go_on(session: &mut ModelSession, tokens: &[u32]) -> Vec<Vec<u32>> {
-    let one = |token: &u32| {
-        session.forward(&[SequenceInput::chain(SeqId::ONLY, &[*token])], LogitRows::LastOfEach).unwrap();
-        session.logits().iter().map(|x| x.to_bits()).collect()
-    };
-    tokens.iter().map(one).collect()
-}
-
 /// The process's bytes in anonymous memory are not looked at here: `kv_bytes` counts what the pools allocated.
 #[test]
 fn a_text_goes_on_to_the_bit_after_a_frozen_prefix() {
-    let rig = Rig::new(&ModelFile::Embedded);
+    let rig = Rig::embedded();
     let tokens = rig.tokens(130);
     for (i, kind) in ["contiguous", "cells", "tree", "paged", "ring"].into_iter().enumerate() {
         for (j, storage) in STORAGES.into_iter().enumerate() {
@@ -132,7 +101,7 @@ fn models_with_windows_have_prefixes() {
 /// Regression: a model without a template forgot the prefix at the first message.
 #[test]
 fn a_chat_without_a_template_goes_on_after_the_prefix() {
-    let rig = Rig::new(&ModelFile::Embedded);
+    let rig = Rig::embedded();
     let tokenizer = rig.model.tokenizer().unwrap();
     let rules = "The cache stores the keys and values of every token. The borrow checker";
     let tokens = tokenizer.encode(rules, true).unwrap();
@@ -172,7 +141,7 @@ fn a_chat_without_a_template_goes_on_after_the_prefix() {
 /// Files of older versions of kvist lack the f16 rows of packed storages, and another order of channels is refused.
 #[test]
 fn older_files_and_other_channels() {
-    let (rig, other) = (Rig::new(&ModelFile::Embedded), Rig::new(&ModelFile::Embedded));
+    let (rig, other) = (Rig::embedded(), Rig::embedded());
     other.model.channels().set(kvist_testing::other_channels(other.model.layout()).into()).unwrap();
     let tokens = rig.tokens(110);
     let config = rig.config("cells", "t4-o", 16);
@@ -201,7 +170,7 @@ fn older_files_and_other_channels() {
 /// Caches that write where the prefix lies change neither the file nor each other.
 #[test]
 fn users_of_a_prefix_do_not_see_each_other() {
-    let rig = Rig::new(&ModelFile::Embedded);
+    let rig = Rig::embedded();
     let (tokens, other) = (rig.tokens(120), rig.tokens(60)[20..].to_vec());
     for kind in ["cells", "paged"] {
         let config = rig.config(kind, "f16", 32);
@@ -229,7 +198,7 @@ fn users_of_a_prefix_do_not_see_each_other() {
 
 #[test]
 fn less_is_used_if_less_is_wanted() {
-    let rig = Rig::new(&ModelFile::Embedded);
+    let rig = Rig::embedded();
     let (tokens, config) = (rig.tokens(60), rig.config("paged", "f16", 16));
     let (_, both) = rig.frozen(&config, &tokens);
     for (most, prefix) in [60, 59, 31, 1, 0].into_iter().flat_map(|most| both.each_ref().map(|it| (most, it)))
@@ -250,7 +219,7 @@ fn less_is_used_if_less_is_wanted() {
 /// The last block of the prefix is the pool's last, and reaches past its capacity.
 #[test]
 fn a_cache_may_end_with_the_prefix() {
-    let rig = Rig::new(&ModelFile::Embedded);
+    let rig = Rig::embedded();
     for n in [63, 64, 65, 100] {
         let tokens = rig.tokens(n + 1);
         let config = rig.tight(n as u32);
@@ -266,7 +235,7 @@ fn a_cache_may_end_with_the_prefix() {
 
 #[test]
 fn what_does_not_fit_is_refused() {
-    let rig = Rig::new(&ModelFile::Embedded);
+    let rig = Rig::embedded();
     let (tokens, config) = (rig.tokens(60), rig.config("paged", "f16", 16));
     let (mut used, both) = rig.frozen(&config, &tokens);
     for prefix in &both {
@@ -300,7 +269,7 @@ fn what_does_not_fit_is_refused() {
 
 #[test]
 fn a_newer_version_is_refused() {
-    let rig = Rig::new(&ModelFile::Embedded);
+    let rig = Rig::embedded();
     rig.frozen(&rig.config("paged", "f16", 16), &rig.tokens(20));
     as_a_newer_version(&rig.path());
     let error = FrozenPrefix::open(&rig.path()).unwrap_err().to_string();
@@ -311,7 +280,7 @@ fn a_newer_version_is_refused() {
 /// Every changed bit and every cut is refused.
 #[test]
 fn changed_and_torn_files_are_refused() {
-    let rig = Rig::new(&ModelFile::Embedded);
+    let rig = Rig::embedded();
     let config = rig.config("paged", "q8", 16);
     rig.frozen(&config, &rig.tokens(20));
     let whole = std::fs::read(rig.path()).unwrap();

@@ -20,6 +20,7 @@ mod branches;
 mod frozen;
 mod keep;
 mod kinds;
+mod rig;
 mod saved;
 mod saved_states;
 

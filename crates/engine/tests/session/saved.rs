@@ -1,56 +1,26 @@
 //! Sessions in files: a resumed session goes on to the bit as if nothing had happened, or is refused.
 use crate::common::*;
+use crate::rig::{Rig, go_on};
 use kvist_cache::SeqId;
-use kvist_device::Storage;
 use kvist_engine::Error;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::{Origin, SavedMessage, SavedSession, SavedText, resume, save};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_model::weights::WeightFormat;
-use kvist_model::{Model, ModelFile, Opened};
+use kvist_model::ModelFile;
 use kvist_testing::SplitMix64;
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use std::path::Path;
-use std::sync::Arc;
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
 const STORAGES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "t4", "t4-o"];
 const FULL_KINDS: [&str; 4] = ["contiguous", "cells", "tree", "paged"];
 const CHUNKS: [u32; 3] = [1, 7, 32];
-const CONTEXT: u32 = 256;
-
-struct Rig {
-    model: Arc<Model>,
-    opened: Opened,
-}
 
 impl Rig {
-    fn new() -> Rig {
-        Rig::open(&ModelFile::Embedded)
-    }
-    fn open(file: &ModelFile) -> Rig {
-        Rig { model: load(file.clone()).unwrap(), opened: Opened::open(file, true).unwrap() }
-    }
-    fn config(&self, kind: &str, storage: &str, chunk: u32) -> CacheConfig {
-        let storage: Storage = storage.parse().unwrap();
-        // A ring needs a window. This one forgets.
-        let window = (kind == "ring").then_some(64);
-        CacheConfig {
-            k: storage,
-            v: storage.for_values(),
-            window,
-            max_rows: 1,
-            ..exact(kind, CONTEXT, chunk)
-        }
-    }
     fn text(&self, n: usize) -> Vec<u32> {
         let vocab = self.model.config().vocab as u32;
         text(n).iter().map(|token| token % vocab).collect()
-    }
-    fn origin(&self, config: &CacheConfig) -> Origin {
-        let fingerprint = self.opened.fingerprint().unwrap();
-        Origin::new(fingerprint, WeightFormat::AsStored, config, self.model.config())
     }
 }
 
@@ -69,15 +39,6 @@ fn feed(session: &mut ModelSession, tokens: &[u32]) -> Vec<u32> {
     session.logits().iter().map(|x| x.to_bits()).collect()
 }
 
-/// The bits of the logits of all `more` tokens, one after the other.
-fn go_on(session: &mut ModelSession, more: &[u32]) -> Vec<Vec<u32>> {
-    let one = |token: &u32| {
-        session.forward(&[SequenceInput::chain(SeqId::ONLY, &[*token])], LogitRows::LastOfEach).unwrap();
-        session.logits().iter().map(|x| x.to_bits()).collect()
-    };
-    more.iter().map(one).collect()
-}
-
 fn saved_at(rig: &Rig, config: &CacheConfig, tokens: &[u32], stored: usize, path: &Path) -> ModelSession {
     let mut session = session(&rig.model, config);
     feed(&mut session, &tokens[..stored]);
@@ -91,7 +52,7 @@ fn saved_at(rig: &Rig, config: &CacheConfig, tokens: &[u32], stored: usize, path
 /// cores.
 #[test]
 fn a_resumed_session_goes_on_to_the_bit() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let tokens = text(117);
     let (all, more) = tokens.split_at(101);
@@ -128,7 +89,7 @@ fn models_with_windows_and_shared_kv_go_on_to_the_bit() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s.kvs");
     for name in ["gemma3", "gpt-oss", "qwen2-window-mixed", "llama-shared-kv"] {
-        let rig = Rig::open(&ModelFile::Path(fixtures("parity").join(name)));
+        let rig = Rig::new(&ModelFile::Path(fixtures("parity").join(name)));
         let tokens = rig.text(70);
         for (kind, storage) in FULL_KINDS.iter().flat_map(|kind| STORAGES.map(|storage| (*kind, storage))) {
             // At the end of a recent group, and in its middle.
@@ -161,7 +122,7 @@ fn a_resumed_text_is_shortened() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s.kvs");
     for (name, has_windows) in [("gemma3", true), ("llama-gqa", false)] {
-        let rig = Rig::open(&ModelFile::Path(fixtures("parity").join(name)));
+        let rig = Rig::new(&ModelFile::Path(fixtures("parity").join(name)));
         let tokens = rig.text(70);
         for kind in FULL_KINDS {
             let config = rig.config(kind, "f32", 16);
@@ -198,7 +159,7 @@ fn packed_caches_are_resumed_at_every_length() {
     let path = folder.path().join("s.kvs");
     let mut random = SplitMix64(seed());
     for name in ["gemma3", "qwen2-window-mixed", "llama-shared-kv", "llama-gqa"] {
-        let rig = Rig::open(&ModelFile::Path(fixtures("parity").join(name)));
+        let rig = Rig::new(&ModelFile::Path(fixtures("parity").join(name)));
         let tokens = rig.text(90);
         for case in 0..40 {
             let mut of = |list: &[&'static str]| list[random.below(list.len() as u32) as usize];
@@ -239,7 +200,7 @@ fn packed_caches_are_resumed_at_every_length() {
 /// not say what kind of cache they come from either.
 #[test]
 fn a_file_of_an_older_version_is_resumed_as_before() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let tokens = text(110);
     let (all, more) = tokens.split_at(100);
@@ -267,7 +228,7 @@ fn a_file_of_an_older_version_is_resumed_as_before() {
 /// A full session drops the f16 rows that were read longest ago. They are not in the file then, and are computed again.
 #[test]
 fn f16_rows_that_the_cache_has_dropped_are_computed_again() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let tokens = text(60);
     let mut config = rig.config("cells", "q8", 32);
@@ -294,7 +255,7 @@ fn f16_rows_that_the_cache_has_dropped_are_computed_again() {
 /// A sequence is resumed beside others, whose texts go on as before.
 #[test]
 fn others_of_a_session_do_not_notice_a_resume() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let tokens = text(100);
     let config = rig.config("paged", "t4", 16);
@@ -319,7 +280,7 @@ fn others_of_a_session_do_not_notice_a_resume() {
 
 #[test]
 fn less_is_resumed_if_less_is_wanted() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let tokens = text(61);
     // The file has the f16 rows of positions 48 to 59.
@@ -345,7 +306,7 @@ fn less_is_resumed_if_less_is_wanted() {
 /// The last token leaves room for the query that goes on.
 #[test]
 fn a_text_as_long_as_the_cache_is_resumed() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     for (kind, storage) in FULL_KINDS.into_iter().flat_map(|kind| [(kind, "f32"), (kind, "q8")]) {
         let config = rig.config(kind, storage, 16);
@@ -364,7 +325,8 @@ fn a_text_as_long_as_the_cache_is_resumed() {
 /// order is measured by each.
 #[test]
 fn another_order_of_channels_is_refused() {
-    let (rig, same, other, folder) = (Rig::new(), Rig::new(), Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, same, other, folder) =
+        (Rig::embedded(), Rig::embedded(), Rig::embedded(), tempfile::tempdir().unwrap());
     other.model.channels().set(kvist_testing::other_channels(other.model.layout()).into()).unwrap();
     let path = folder.path().join("s.kvs");
     let config = rig.config("cells", "t4-o", 16);
@@ -397,7 +359,7 @@ fn another_order_of_channels_is_refused() {
 #[test]
 fn f16_rows_that_do_not_fit_are_refused() {
     type Change = fn(&mut Tensors);
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let config = rig.config("ring", "q8", 16);
     let changes: [Change; 5] = [
@@ -424,7 +386,7 @@ type Change = fn(&mut Origin);
 
 #[test]
 fn another_origin_is_refused_by_name() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let config = rig.config("cells", "f16", 16);
     saved_at(&rig, &config, &text(40), 40, &path);
@@ -463,7 +425,7 @@ fn another_origin_is_refused_by_name() {
 /// Every changed bit and every cut is refused: nothing of the file is reused, and nothing panics.
 #[test]
 fn changed_and_torn_files_are_refused() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let config = rig.config("paged", "q8", 16);
     saved_at(&rig, &config, &text(20), 20, &path);
@@ -499,7 +461,7 @@ fn changed_and_torn_files_are_refused() {
 
 #[test]
 fn a_newer_version_is_refused() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     saved_at(&rig, &rig.config("cells", "f16", 16), &text(20), 20, &path);
     as_a_newer_version(&path);
@@ -510,7 +472,7 @@ fn a_newer_version_is_refused() {
 
 #[test]
 fn a_failed_save_leaves_the_file_as_it_was() {
-    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let (rig, folder) = (Rig::embedded(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let config = rig.config("cells", "f16", 16);
     let tokens = text(20);
