@@ -8,7 +8,9 @@ use std::sync::{Arc, Mutex};
 pub struct Starts(Arc<Mutex<Vec<u64>>>);
 
 impl Starts {
-    pub fn all(&self) -> Vec<u64> {
+    /// Of all steps that have answered. An engine answers before its watchers run, so this waits for them.
+    pub async fn of(&self, engine: &Engine) -> Vec<u64> {
+        engine.inspect(|_| ()).await;
         self.0.lock().unwrap().clone()
     }
 }
@@ -31,9 +33,7 @@ async fn a_prompt_is_read_at_once() {
     // Each job is a step. On a slow machine the next one may come late by itself, but not each time.
     for n in 1..60 {
         receive(&mut engine.submit(Job { pace: Some(1), ..greedy(&prompt, 1) }).unwrap()).await;
-        // Until the watchers of that step have run.
-        engine.inspect(|_| ()).await;
-        let starts = starts.all();
+        let starts = starts.of(&engine).await;
         assert_eq!(starts.len(), n);
         if starts.windows(2).any(|two| two[1] - two[0] < 1_000_000_000) {
             return;
@@ -56,6 +56,6 @@ async fn a_job_without_a_place_does_not_end_the_waiting() {
     let mut waiting = engine.submit(slow(1)).unwrap();
     assert_eq!(receive(&mut running).await.tokens.len(), 2);
     assert_eq!(receive(&mut waiting).await.tokens.len(), 1);
-    let starts = starts.all();
+    let starts = starts.of(&engine).await;
     assert!(starts[1] - starts[0] >= 1_000_000_000, "{starts:?}");
 }

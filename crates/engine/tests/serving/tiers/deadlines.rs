@@ -57,6 +57,6 @@ async fn a_job_that_waits_for_a_tier_does_not_end_the_pace() {
     let mut running = engine.submit(paced(1..9, 2)).unwrap();
     let _waiting = engine.submit(paced(1..65, 1)).unwrap();
     assert_eq!(receive(&mut running).await.tokens.len(), 2);
-    let starts = starts.all();
+    let starts = starts.of(&engine).await;
     assert!(starts[1] - starts[0] >= 1_000_000_000, "{starts:?}");
 }
