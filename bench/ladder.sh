@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # The ladder of docs/ladder.md, measured here and now: bench/RESULTS.md and docs/ladder.svg. KVIST_RUNS and KVIST_WARMUPS
-# override. Without a cache the long lengths take most of the time.
+# override; KVIST names another program than the one that cargo builds. Without a cache the long lengths take most of the time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo build --release --quiet
+source bench/kvist.sh
+find_kvist
 table=$(mktemp)
+trap 'rm -f "$table"' EXIT
 # Other scripts' sections.
 others=$(sed -n '/^<!-- rivals -->/,$p' bench/RESULTS.md)
-target/release/kvist bench ladder --shared bench/models/tiny-rust-7m-shared-kv.gguf --t 32,64,128,256,512,1024 \
+"$KVIST" bench ladder --shared bench/models/tiny-rust-7m-shared-kv.gguf --t 32,64,128,256,512,1024 \
     --warmups "${KVIST_WARMUPS:-10}" --runs "${KVIST_RUNS:-20}" --svg docs/ladder.svg >"$table"
 {
     echo "# Results"
@@ -19,4 +21,3 @@ target/release/kvist bench ladder --shared bench/models/tiny-rust-7m-shared-kv.g
     cat "$table"
     [ -z "$others" ] || printf '\n%s\n' "$others"
 } >bench/RESULTS.md
-rm "$table"

@@ -3,8 +3,8 @@
 # instead of a new build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ -n "${KVIST:-}" ] || cargo build --release --quiet
-kvist=${KVIST:-target/release/kvist}
+source bench/kvist.sh
+find_kvist
 text=tools/tiny-model/val.txt
 tokens=${TOKENS:-8192}
 out=docs/quality.md
@@ -21,7 +21,7 @@ rows() {
         echo "| K | V | bits per value | bytes per token | perplexity | KL mean | KL p99 | KL max | top-1 agreement |"
         echo "|---|---|--:|--:|--:|--:|--:|--:|--:|"
         while read -r k v; do
-            $kvist eval --weights f32 --text $text --context $context --kv "$k" --kv-v "$v" --limit "$tokens" --json -q |
+            "$KVIST" eval --weights f32 --text $text --context $context --kv "$k" --kv-v "$v" --limit "$tokens" --json -q |
                 python3 -c '
 import json, sys
 r = json.load(sys.stdin)
@@ -52,9 +52,9 @@ PAIRS
 }
 
 table=$(mktemp)
+trap 'rm -f "$table" "$out.new"' EXIT
 rows >"$table"
 echo >>"$table"
 # Replaces what is between the markers.
 sed -e "\\#^$begin#r $table" -e "\\#^$begin#,\\#^$end#{\\#^$begin#b;\\#^$end#b;d}" "$out" >"$out.new"
 mv "$out.new" "$out"
-rm "$table"

@@ -11,10 +11,11 @@ import json
 import struct
 import subprocess
 import tempfile
-import urllib.request
 from pathlib import Path
 
 import numpy as np
+
+import common
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
 parser.add_argument("--kvist", default="target/release/kvist")
@@ -26,16 +27,8 @@ args = parser.parse_args()
 
 def tokenize(text):
     """The ids of a text, from a server that lives as long as this takes."""
-    command = [args.kvist, "serve", "--port", "0", "-q", "--model", args.model, "--context", "2048"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        address = server.stdout.readline().split()[-1]
-        body = json.dumps({"prompt": text}).encode()
-        request = urllib.request.Request(address + "/tokenize", body, {"content-type": "application/json"})
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        return json.load(direct.open(request, timeout=60))["tokens"]
-    finally:
-        server.terminate()
+    with common.Kvist(args.kvist, "--context", "2048", model=args.model) as server:
+        return server.post("/tokenize", {"prompt": text})["tokens"]
 
 
 def logits(folder, *flags):
@@ -65,16 +58,20 @@ def compare(reference, found, tokens):
     return f"{np.mean(kl):.2e} | {np.quantile(kl, 0.99):.2e} | {max(kl):.3f} | {same:.1%} | {np.exp(np.mean(loss)):.2f}"
 
 
-tokens = tokenize(args.text.read_text()[: 16 * args.tokens])[: args.tokens]
-with tempfile.TemporaryDirectory() as folder:
-    folder = Path(folder)
-    (folder / "tokens").write_text(",".join(map(str, tokens)))
-    reference = logits(folder, "--weights", "f32", "--kv", "f32")
-    print("| | KL mean | KL p99 | KL max | top-1 agreement | perplexity |\n|---|--:|--:|--:|--:|--:|")
-    print("| weights decoded to f32, K and V in f32 |", compare(reference, reference, tokens), "|")
-    alone = logits(folder, "--weights", "f32", "--kv", "f32", "--fast-prefill")
-    print("| the same, --fast-prefill (attention alone) |", compare(reference, alone, tokens), "|", flush=True)
-    for flags in (["--kv", "f32"], ["--kv", "q8"]):
-        for fast in ([], ["--fast-prefill"]):
-            line = compare(reference, logits(folder, *flags, *fast), tokens)
-            print("|", " ".join(flags + fast), "|", line, "|", flush=True)
+def main():
+    tokens = tokenize(args.text.read_text()[: 16 * args.tokens])[: args.tokens]
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        (folder / "tokens").write_text(",".join(map(str, tokens)))
+        reference = logits(folder, "--weights", "f32", "--kv", "f32")
+        print("| | KL mean | KL p99 | KL max | top-1 agreement | perplexity |\n|---|--:|--:|--:|--:|--:|")
+        print("| weights decoded to f32, K and V in f32 |", compare(reference, reference, tokens), "|")
+        alone = logits(folder, "--weights", "f32", "--kv", "f32", "--fast-prefill")
+        print("| the same, --fast-prefill (attention alone) |", compare(reference, alone, tokens), "|", flush=True)
+        for flags in (["--kv", "f32"], ["--kv", "q8"]):
+            for fast in ([], ["--fast-prefill"]):
+                line = compare(reference, logits(folder, *flags, *fast), tokens)
+                print("|", " ".join(flags + fast), "|", line, "|", flush=True)
+
+
+common.script(main)

@@ -9,18 +9,15 @@ set -euo pipefail
 model=${1:+$(realpath "$1")}
 dense=${DENSE:+$(realpath "$DENSE")}
 cd "$(dirname "$0")/.."
-kvist=${KVIST:-}
-if [ -z "$kvist" ]; then
-    cargo build --release --quiet -p kvist
-    kvist=${CARGO_TARGET_DIR:-target}/release/kvist
-fi
+source bench/kvist.sh
+find_kvist
 runs=${RUNS:-10}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-compare() { "$kvist" bench speculate -q --runs "$runs" "$@"; }
+compare() { "$KVIST" bench speculate -q --runs "$runs" "$@"; }
 # Tokens of a file: those of a prompt whose answer is not generated.
-tokens() { "$kvist" run -q --raw --json -n 1 --speculate off --model "$model" -f "$1" |
+tokens() { "$KVIST" run -q --raw --json -n 1 --speculate off --model "$model" -f "$1" |
     python3 -c 'import json, sys; print(json.load(sys.stdin)["prompt_tokens"])'; }
 
 echo "== embedded model, continues its held-out text"

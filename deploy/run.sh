@@ -25,6 +25,9 @@ ldd "$image/kvist" 2>&1 | grep -qE 'statically linked|not a dynamic executable' 
 work=$(mktemp -d)
 running=
 trap 'for process in $running; do kill -9 "$process" 2>/dev/null || true; done; rm -rf "$work"' EXIT
+# sh runs the line above when it exits, but not when a signal ends it. So the signals make it exit.
+trap 'exit 130' INT
+trap 'exit 143' TERM
 mkdir -p "$work/root/data"
 cp "$image/kvist" "$work/root/kvist"
 chown 65532:65532 "$work/root/data"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What needs a real GPU: the tests on it, decode attention beside the copy bandwidth, branches of one trunk, linear layers, decoding
-# and prompts with random models over every backend of the GPU, llama.cpp and torch beside them, transfers beside the link. Writes a
-# table and what it says about the goals.
+# and prompts with random models over every backend of the GPU in turns with llama.cpp and torch, transfers beside the link. Writes
+# tables, how many times as fast as the rivals kvist is, and what that says about the goals.
 #
-#   bench/gpu/run.sh                         builds everything, on the first NVIDIA GPU, over CUDA and over wgpu
+#   bench/gpu/run.sh (`just gpu-bench`)      builds everything, on the first NVIDIA GPU, over CUDA and over wgpu
 #   KVIST=./kvist bench/gpu/run.sh           takes programs that were built elsewhere: needs neither cargo nor the network
 #
 # Programs, with KVIST: what is not given is left out, and the table says so.
@@ -19,6 +19,7 @@
 #   BACKENDS="cuda:0 wgpu:0"   as `kvist devices` lists them; GPU=1 is short for the second GPU over CUDA
 #   MODELS=FOLDER         1.1b-q8_0.gguf and 8b-q8_0.gguf are made there (10 GB) unless they exist
 #   SIZES="1.1b 8b"       WEIGHTS="q8_0"       KV="f16 q8"       DEPTHS=0,8192       TOKENS=32768
+#   ROUNDS=3              of every model: each side is measured once in a round, and another one begins in the next
 #   PROMPTS=512,2048      tokens of the prompts; PROMPTS= leaves them out. CHUNK=512: tokens of a step of a prompt
 #   LOCK_CLOCKS=0         leaves the GPU's clocks alone; otherwise they are locked while this runs, where that is permitted
 #   OUT=FILE.md           SMOKE=1 takes a model of 134M, short contexts and one run: does this script work here?
@@ -31,9 +32,9 @@ have() { command -v "$1" >/dev/null 2>&1; }
 absolute() { if [[ -n $1 ]]; then realpath "$1"; fi; }
 
 if [[ -n ${SMOKE:-} ]]; then
-    SIZES=${SIZES:-134m} DEPTHS=${DEPTHS:-0,32} TOKENS=${TOKENS:-2048} PROMPTS=${PROMPTS-32} runs=1 new_tokens=8 copy_bytes=1048576
+    SIZES=${SIZES:-134m} DEPTHS=${DEPTHS:-0,32} TOKENS=${TOKENS:-2048} PROMPTS=${PROMPTS-32} ROUNDS=${ROUNDS:-1} runs=1 new_tokens=8 copy_bytes=1048576
 else
-    SIZES=${SIZES:-1.1b 8b} DEPTHS=${DEPTHS:-0,8192} TOKENS=${TOKENS:-32768} PROMPTS=${PROMPTS-512,2048} runs=5 new_tokens=128 copy_bytes=1073741824
+    SIZES=${SIZES:-1.1b 8b} DEPTHS=${DEPTHS:-0,8192} TOKENS=${TOKENS:-32768} PROMPTS=${PROMPTS-512,2048} ROUNDS=${ROUNDS:-3} runs=3 new_tokens=128 copy_bytes=1073741824
 fi
 WEIGHTS=${WEIGHTS:-q8_0}
 KV=${KV:-f16 q8}
@@ -84,8 +85,10 @@ failed=0
 locked=no
 if [[ ${LOCK_CLOCKS:-1} != 0 ]] && have nvidia-smi && nvidia-smi --id="$gpu" --lock-gpu-clocks=tdp,tdp >/dev/null 2>&1; then
     locked=yes
-    trap 'nvidia-smi --id="$gpu" --reset-gpu-clocks >/dev/null' EXIT
 fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"; [[ $locked == no ]] || nvidia-smi --id="$gpu" --reset-gpu-clocks >/dev/null' EXIT
+: >"$work/goals"
 {
     echo "# $name"
     echo
@@ -131,9 +134,8 @@ goal() { # text, value, at-least or at-most, bound
     awk -v text="$1" -v value="$2" -v how="$3" -v bound="$4" 'BEGIN {
         if (value == "") { printf "- %s: not measured\n", text; exit }
         met = how == "at-least" ? value + 0 >= bound + 0 : value + 0 <= bound + 0
-        printf "- %s: %.2f, goal %s %s: %s\n", text, value, how, bound, met ? "met" : "missed" }' >>"$goals"
+        printf "- %s: %.2f, goal %s %s: %s\n", text, value, how, bound, met ? "met" : "missed" }' >>"$work/goals"
 }
-goals=$(mktemp)
 
 say "== attention"
 if [[ $BACKENDS != *cuda* ]]; then
@@ -186,9 +188,9 @@ elif [[ $BACKENDS == *cuda* ]]; then
         for layer in "4096 4096" "4096 14336" "14336 4096"; do
             read -r inputs outputs <<<"$layer"
             args=(--gpu "$gpu" --encoding "$dtype" --inputs "$inputs" --outputs "$outputs" --tokens 1,8,64,512,2048)
-            "$linear" "${args[@]}" --copy-bytes $copy_bytes ${SMOKE:+--bytes 1048576} 2>"$goals.error" | tee -a "$out" || {
+            "$linear" "${args[@]}" --copy-bytes $copy_bytes ${SMOKE:+--bytes 1048576} 2>"$work/error" | tee -a "$out" || {
                 failed=1
-                echo "| $name | $dtype | ${inputs}x$outputs | | $(tail -n 1 "$goals.error") | | | | |" | tee -a "$out"
+                echo "| $name | $dtype | ${inputs}x$outputs | | $(tail -n 1 "$work/error") | | | | |" | tee -a "$out"
             }
         done
     done
@@ -206,81 +208,149 @@ make_model() { # size, dtype, file
     # Under another name until it is whole.
     "$random_model" "${sizes[@]}" --dtype "$2" "$3.part.gguf" >&2 && mv "$3.part.gguf" "$3"
 }
-# Rows of `kvist bench WHAT`, over every backend and storage of K and V; the field of the JSON that goes before tokens/s.
-bench() { # what, field, size, dtype, file, arguments…
-    local what=$1 counted=$2 size=$3 dtype=$4 file=$5 backend kv rows row
-    shift 5
-    for backend in $BACKENDS; do
-        for kv in $KV; do
-            args=(--quiet --json --model "$file" --backend "$backend" --k "$kv" --v "$kv" --runs $runs "$@")
-            if rows=$("$kvist" bench "$what" "${args[@]}" 2>"$goals.error"); then
-                while read -r row; do
-                    printf '| %s | %s | %s | %s | %s | %.1f |\n' "$size" "$dtype" "$backend" "$kv" "$(field "$counted" <<<"$row")" \
-                        "$(field tokens_per_s <<<"$row")" | tee -a "$out"
-                done <<<"$rows"
-            else
-                failed=1
-                echo "| $size | $dtype | $backend | $kv | | failed: $(tail -n 1 "$goals.error") |" | tee -a "$out"
-            fi
-        done
+# A figure of a round: tokens per second of a side, in a file of lines that the table is made of.
+note() { # decode or prompt, tokens before it or of it, side, tokens/s
+    printf '%s\t%s\t%s\t%s\t%s\t%s\t%s\n' "$round" "$size" "$dtype" "$1" "$2" "$3" "$4" >>"$work/figures"
+    say "round $round: $size $dtype, $3, $1 $2: $4 tokens/s"
+}
+fault() { # side
+    failed=1
+    echo "- round $round: $size $dtype, $1 failed: $(tail -n 1 "$work/error")" | tee -a "$work/faults" >&2
+}
+measure_kvist() { # backend, storage of K and V
+    local rows row
+    local args=(--quiet --json --model "$file" --backend "$1" --k "$2" --v "$2" --runs $runs)
+    if rows=$("$kvist" bench decode "${args[@]}" --depth "$DEPTHS" --tokens $new_tokens 2>"$work/error"); then
+        while read -r row; do note decode "$(field depth <<<"$row")" "kvist $1 $2" "$(field tokens_per_s <<<"$row")"; done <<<"$rows"
+    else
+        fault "kvist $1 $2"
+    fi
+    [[ -n $PROMPTS ]] || return 0
+    if rows=$("$kvist" bench prefill "${args[@]}" --tokens "$PROMPTS" --chunk "$CHUNK" 2>"$work/error"); then
+        while read -r row; do note prompt "$(field tokens <<<"$row")" "kvist $1 $2" "$(field tokens_per_s <<<"$row")"; done <<<"$rows"
+    else
+        fault "kvist $1 $2"
+    fi
+}
+# With flash attention and without: the table takes the better figure of each round.
+measure_llama() {
+    local rows row
+    local args=(-m "$file" -ngl 99 -fa 0,1 -r $runs -o jsonl)
+    if rows=$("$LLAMA_BENCH" "${args[@]}" -p 0 -n $new_tokens -d "$DEPTHS" 2>"$work/error"); then
+        while read -r row; do note decode "$(field n_depth <<<"$row")" llama.cpp "$(field avg_ts <<<"$row")"; done <<<"$rows"
+    else
+        fault llama.cpp
+    fi
+    [[ -n $PROMPTS ]] || return 0
+    if rows=$("$LLAMA_BENCH" "${args[@]}" -p "$PROMPTS" -n 0 2>"$work/error"); then
+        while read -r row; do note prompt "$(field n_prompt <<<"$row")" llama.cpp "$(field avg_ts <<<"$row")"; done <<<"$rows"
+    else
+        fault llama.cpp
+    fi
+}
+measure_torch() {
+    local what rows tokens rate
+    for what in decode ${PROMPTS:+prompt}; do
+        local args=("${torch[@]}" --sizes "$size" --tokens $new_tokens --runs $runs --depth "$DEPTHS" --prompts "")
+        if [[ $what == prompt ]]; then args+=(--depth "" --prompts "$PROMPTS"); fi
+        if rows=$("${args[@]}" 2>"$work/error"); then
+            while read -r tokens rate; do note $what "$tokens" torch "$rate"; done < <(awk -F'|' '$2 !~ /model/ && $7 + 0 > 0 { print $6 + 0, $7 + 0 }' <<<"$rows")
+        else
+            grep -o 'failed: .*' <<<"$rows" >>"$work/error" || true
+            fault torch
+        fi
     done
 }
-say "== decoding"
-{
-    echo
-    echo "Decoding with random models: \`kvist bench decode\`, $new_tokens tokens, the median of $runs runs."
-    echo
-    echo "| model | weights | backend | K and V | tokens before | tokens/s |"
-    echo "|---|---|---|---|--:|--:|"
-} >>"$out"
-measured=() files=()
+
+sides=()
+for backend in $BACKENDS; do
+    for kv in $KV; do sides+=("measure_kvist $backend $kv"); done
+done
+if [[ -n ${LLAMA_BENCH:-} ]]; then sides+=(measure_llama); fi
+torch=()
+if [[ -n ${TORCH:-} && ($BACKENDS == *cuda* || -n ${SMOKE:-}) ]]; then
+    torch=("$TORCH" bench/gpu/torch_steps.py)
+    if [[ $BACKENDS == *cuda* ]]; then torch+=(--device "cuda:$gpu"); else torch+=(--device cpu); fi
+    sides+=(measure_torch)
+fi
+say "== decoding and prompts, in turns: ${#sides[@]} sides, $ROUNDS rounds"
+: >"$work/figures"
+: >"$work/faults"
 for size in $SIZES; do
     for dtype in $WEIGHTS; do
         file=$models/$size-$dtype.gguf
         if [[ ! -f $file && -z $random_model ]]; then
-            echo "| $size | $dtype | | | | not measured: there is no $file, and no RANDOM_MODEL to make it |" | tee -a "$out"
+            echo "- $size $dtype was not measured: there is no $file, and no RANDOM_MODEL to make it" | tee -a "$work/faults" >&2
             continue
         fi
         [[ -f $file ]] || make_model "$size" "$dtype" "$file"
-        bench decode depth "$size" "$dtype" "$file" --depth "$DEPTHS" --tokens $new_tokens
-        measured+=("$size $dtype") files+=("$file")
+        for ((round = 1; round <= ROUNDS; round++)); do
+            for i in "${!sides[@]}"; do
+                # Another side begins in every round.
+                ${sides[(i + round - 1) % ${#sides[@]}]}
+            done
+        done
     done
 done
-if [[ -n $PROMPTS && ${#files[@]} -gt 0 ]]; then
-    say "== prompts"
-    {
-        echo
-        echo "Prompts with the same models: \`kvist bench prefill\` in steps of $CHUNK tokens, the median of $runs runs."
-        echo
-        echo "| model | weights | backend | K and V | tokens of the prompt | tokens/s |"
-        echo "|---|---|---|---|--:|--:|"
-    } >>"$out"
-    for i in "${!files[@]}"; do
-        read -r size dtype <<<"${measured[i]}"
-        bench prefill tokens "$size" "$dtype" "${files[i]}" --tokens "$PROMPTS" --chunk "$CHUNK"
-    done
-fi
-if [[ -n ${LLAMA_BENCH:-} && ${#files[@]} -gt 0 ]]; then
-    say "== llama.cpp"
-    { echo; echo "llama.cpp on the same files, all layers on the GPU:"; echo; } >>"$out"
-    for file in "${files[@]}"; do
-        "$LLAMA_BENCH" -m "$file" -ngl 99 -p "${PROMPTS:-0}" -n $new_tokens -d "$DEPTHS" -r $runs -o md | tee -a "$out" || failed=1
-    done
-elif [[ -z ${LLAMA_BENCH:-} ]]; then
-    { echo; echo "llama.cpp was not measured: give LLAMA_BENCH."; } >>"$out"
-fi
+{
+    echo
+    echo "Random models: \`kvist bench decode\`, $new_tokens tokens, and \`kvist bench prefill\` in steps of $CHUNK tokens. Tokens per second, medians"
+    echo "of $ROUNDS rounds in which all sides took turns, each the median of $runs runs. llama.cpp reads the same files, all layers on the GPU, with K and V in"
+    echo "f16, with flash attention or without, whichever is faster; torch has models of the same sizes in bf16 (\`bench/gpu/torch_steps.py\`). × is the"
+    echo "median of the rounds' own ratios: how many times as fast kvist is. Packed K and V have no ×: the rivals' have 16 bits."
+    echo
+    echo "| model | weights | | tokens | backend | K and V | kvist | llama.cpp | × | torch | × |"
+    echo "|---|---|---|--:|---|---|--:|--:|--:|--:|--:|"
+    awk -F'\t' -v rounds="$ROUNDS" '
+        function median(list,  n, i, j, v, t) {
+            n = split(list, v, " ")
+            for (i = 2; i <= n; i++)
+                for (j = i; j > 1 && v[j - 1] + 0 > v[j] + 0; j--) { t = v[j]; v[j] = v[j - 1]; v[j - 1] = t }
+            return n == 0 ? "" : n % 2 ? v[(n + 1) / 2] : (v[n / 2] + v[n / 2 + 1]) / 2
+        }
+        function shown(format, list) { return list == "" ? "" : sprintf(format, median(list)) }
+        function values(of, side,  r, list) {
+            for (r = 1; r <= rounds; r++) if ((of, side, r) in best) list = list " " best[of, side, r]
+            return list
+        }
+        function ratios(of, own, side,  r, list) {
+            for (r = 1; r <= rounds; r++)
+                if ((of, own, r) in best && (of, side, r) in best) list = list " " best[of, own, r] / best[of, side, r]
+            return list
+        }
+        {
+            of = $2 " | " $3 " | " $4 " | " $5
+            if (!((of, $6, $1) in best) || $7 + 0 > best[of, $6, $1]) best[of, $6, $1] = $7 + 0
+            if ($6 ~ /^kvist/ && !((of, $6) in seen)) { seen[of, $6] = 1; n++; key[n] = of; own[n] = $6 }
+        }
+        END {
+            for (i = 1; i <= n; i++) {
+                split(own[i], side, " ")
+                line = "| " key[i] " | " side[2] " | " side[3] " | " shown("%.1f", values(key[i], own[i]))
+                for (j = 1; j <= 2; j++) {
+                    rival = j == 1 ? "llama.cpp" : "torch"
+                    times = side[3] ~ /^(f16|bf16|f32)$/ ? ratios(key[i], own[i], rival) : ""
+                    line = line " | " shown("%.1f", values(key[i], rival)) " | " shown("%.2f", times)
+                }
+                print line " |"
+            }
+        }' "$work/figures"
+    if [[ -s $work/faults ]]; then echo; cat "$work/faults"; fi
+} | tee -a "$out"
+[[ -n ${LLAMA_BENCH:-} ]] || { echo; echo "llama.cpp was not measured: give LLAMA_BENCH."; } >>"$out"
 if [[ -z ${TORCH:-} ]]; then
     { echo; echo "torch was not measured: give TORCH."; } >>"$out"
-elif [[ $BACKENDS != *cuda* && -z ${SMOKE:-} ]]; then
+elif [[ ${#torch[@]} == 0 ]]; then
     { echo; echo "torch was not measured: that is of CUDA."; } >>"$out"
 else
-    say "== torch"
-    torch=(--sizes "$SIZES" --depth "$DEPTHS" --prompts "$PROMPTS" --tokens $new_tokens --runs $runs)
-    torch+=(--attention --attention-tokens "$TOKENS" --copy-bytes $copy_bytes)
-    if [[ $BACKENDS == *cuda* ]]; then torch+=(--device "cuda:$gpu"); else torch+=(--device cpu); fi
-    { echo; echo "torch on models of the same sizes, and attention of one decode step alone: \`bench/gpu/torch_steps.py\`."; } >>"$out"
-    "$TORCH" bench/gpu/torch_steps.py "${torch[@]}" 2>"$goals.error" | tee -a "$out" ||
-        { failed=1; { echo; echo "torch failed: $(tail -n 1 "$goals.error")"; } | tee -a "$out"; }
+    say "== attention in torch"
+    { echo; echo "Attention of one decode step alone in torch: \`bench/gpu/torch_steps.py --attention\`."; echo; } >>"$out"
+    if rows=$("${torch[@]}" --sizes "" --attention --attention-tokens "$TOKENS" --copy-bytes $copy_bytes 2>"$work/error"); then
+        sed -n '/^| GPU/,$p' <<<"$rows" | tee -a "$out"
+    else
+        failed=1
+        echo "torch failed: $(tail -n 1 "$work/error")" | tee -a "$out"
+    fi
 fi
 
 say "== transfers"
@@ -293,7 +363,7 @@ say "== transfers"
 } >>"$out"
 for backend in $BACKENDS; do
     best=0
-    if rows=$("$kvist" bench transfer --quiet --json --backend "$backend" --tokens 1,8,64,512 ${SMOKE:+--layers 2} 2>"$goals.error"); then
+    if rows=$("$kvist" bench transfer --quiet --json --backend "$backend" --tokens 1,8,64,512 ${SMOKE:+--layers 2} 2>"$work/error"); then
         while read -r row; do
             [[ $row == *'"overlap":false'* ]] || continue
             staging=$(grep -o '"staging": *"[a-z]*"' <<<"$row" | cut -d'"' -f4) share=$(field of_link <<<"$row" | awk '{ print 100 * $1 }')
@@ -304,11 +374,10 @@ for backend in $BACKENDS; do
         goal "transfers over $backend, most, % of the link" "$best" at-least 80
     else
         failed=1
-        echo "| $backend | | | failed: $(tail -n 1 "$goals.error") | | |" | tee -a "$out"
+        echo "| $backend | | | failed: $(tail -n 1 "$work/error") | | |" | tee -a "$out"
     fi
 done
 
-{ echo; echo "Goals:"; echo; cat "$goals"; } | tee -a "$out"
-rm -f "$goals" "$goals.error"
+{ echo; echo "Goals:"; echo; cat "$work/goals"; } | tee -a "$out"
 say "wrote $out"
 exit $failed

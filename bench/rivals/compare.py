@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""kvist beside llama.cpp and torch, in turns on the same machine: writes the section of bench/RESULTS.md between
-the markers, and bench/rivals.json beside it, which `kvist bench rivals` draws.
+"""kvist beside llama.cpp and torch, in turns on the same machine, as a table.
 
     bench/rivals/compare.py                    # every row
     bench/rivals/compare.py --only decode      # rows whose name contains it
     bench/rivals/compare.py --resume           # rows not yet measured
     bench/rivals/compare.py --list
+    bench/rivals/compare.py --resume --write   # puts all rows into bench/RESULTS.md once they are measured
+
+--write replaces the section of bench/RESULTS.md between the markers, and bench/rivals.json beside it, which `kvist bench rivals`
+draws. It does so after the last row, and only if no published row would be lost.
 
 Every round measures kvist and then each rival once; a figure is the median over the rounds. Of llama.cpp's ways
 (flash attention on or off, each compiler it was built with) the fastest counts. Measured rows are kept in
@@ -14,29 +17,21 @@ bench/target/rivals/results.json until they are measured again.
 import argparse
 import datetime
 import json
-import os
 import pathlib
-import platform
-import re
 import statistics
 import subprocess
 import sys
-import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-BENCH = HERE.parent
+sys.path.insert(0, str(HERE.parent))
+from common import BENCH, RIVALS, Failed, busy, llama_builds, machine, script, versions  # noqa: E402
+
 SHAPES = {
     "a": ["--layers", "12", "--heads", "12", "--kv-heads", "12", "--head-dim", "64"],
     "b": ["--layers", "22", "--heads", "32", "--kv-heads", "4", "--head-dim", "64"],
 }
 KVIST_STORAGE = {"f16": "f16", "q8_0": "q8", "q4_0": "q4"}
-# Flags that decide which kernels run.
-ISA = "avx2 f16c avx_vnni avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_int8 amx_bf16 asimddp i8mm bf16 sve".split()
 BEGIN, END = "<!-- rivals -->", "<!-- /rivals -->"
-
-
-class Failed(Exception):
-    pass
 
 
 def last_with(text, key):
@@ -149,10 +144,6 @@ def thousands(tokens):
     return f"{tokens // 1024}k" if tokens else "0"
 
 
-def llama_builds(rivals):
-    return [path for path in sorted(rivals.glob("llama-*/")) if (path / "done").exists()]
-
-
 def rows(args):
     threads = ["--threads", args.threads]
     builds = {path.name.removeprefix("llama-"): path for path in llama_builds(args.rivals)}
@@ -231,42 +222,6 @@ def rows(args):
     return every
 
 
-def busy():
-    """The share of all cores that others take now: what was built just before still shows in the load average."""
-
-    def spent():
-        times = [int(field) for field in pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        return sum(times), times[3] + times[4]
-
-    try:
-        before = spent()
-        time.sleep(2)
-        after = spent()
-    except (OSError, ValueError):
-        return 0.0
-    return 1 - (after[1] - before[1]) / max(after[0] - before[0], 1)
-
-
-def machine():
-    info = pathlib.Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    model = re.search(r"^model name\s*:\s*(.*)$", info, re.M)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", info, re.M)
-    has = set(flags[1].split()) if flags else set()
-    name = model[1] if model else platform.processor() or platform.machine()
-    isa = " ".join(flag for flag in ISA if flag in has)
-    return f"{name}, {os.cpu_count()} cores; {isa or 'no flags known'}"
-
-
-def versions(rivals):
-    read = lambda path: path.read_text().strip() if path.exists() else "?"
-    compilers = [read(path / "compiler") for path in llama_builds(rivals)]
-    torch = subprocess.run(
-        [rivals / "venv/bin/python", "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
-    )
-    llama = f"llama.cpp of llama-cpp-python {read(rivals / 'llama-version')} by {' and by '.join(compilers)}"
-    return f"{llama}; torch {torch.stdout.strip() or '?'}"
-
-
 def shown(value):
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
@@ -317,7 +272,7 @@ def section(every, results, args):
     return f"""{BEGIN}
 ## Beside llama.cpp and torch
 
-By `just rivals`. {results["machine"]}; {args.threads} threads. {results["versions"]}.
+By `just rivals --write`. {results["machine"]}; {args.threads} threads. {results["versions"]}.
 
 × says how many times as fast as the rival kvist is. Figures are medians over rounds in which all took turns.
 (a) has 12 layers of 12 heads with a KV head each, (b) 22 layers of 32 heads on 4 KV heads, heads of 64; the models are
@@ -329,6 +284,16 @@ busy with other work when its turn came.
 {table(every, results, args)}
 {END}
 """
+
+
+def published(path):
+    """The titles of the rows that a file has between the markers."""
+    text = path.read_text() if path.exists() else ""
+    if BEGIN not in text or END not in text:
+        return []
+    lines = text.split(BEGIN, 1)[1].split(END, 1)[0].splitlines()
+    titles = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
+    return [title for title in titles if title]
 
 
 def write(path, text):
@@ -354,11 +319,12 @@ def main():
     parser.add_argument("--only", help="rows whose name contains this; several with commas")
     parser.add_argument("--resume", action="store_true", help="skip rows that are measured already")
     parser.add_argument("--list", action="store_true", help="name the rows")
+    parser.add_argument("--write", action="store_true", help="into the section of --out, and rivals.json beside it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kvist", type=pathlib.Path, default=BENCH.parent / "target/release/kvist")
     parser.add_argument("--models", type=pathlib.Path, default=BENCH / "target/models")
-    parser.add_argument("--rivals", type=pathlib.Path, default=BENCH / "target/rivals")
+    parser.add_argument("--rivals", type=pathlib.Path, default=RIVALS)
     parser.add_argument("--real-models", type=pathlib.Path, default=BENCH.parent / "tests/real-models/.cache")
     parser.add_argument("--out", type=pathlib.Path, default=BENCH / "RESULTS.md")
     args = parser.parse_args()
@@ -372,7 +338,7 @@ def main():
         sys.exit(0 if args.list else f"compare.py: no row has `{args.only}` in its name")
 
     kept = args.rivals / "results.json"
-    now = {"machine": machine(), "versions": versions(args.rivals), "rows": {}}
+    now = {"machine": machine(), "versions": versions(["llama.cpp", "torch"], rivals=args.rivals), "rows": {}}
     results = json.loads(kept.read_text()) if kept.exists() else now
     if any(results[key] != now[key] for key in ("machine", "versions")):
         print("another machine or other rivals than last time: starting anew", file=sys.stderr)
@@ -380,23 +346,29 @@ def main():
     for row in chosen:
         if args.resume and "kvist" in results["rows"].get(row.name, {}).get("columns", {}):
             continue
-        others = busy()
+        others = busy(2)
         if others > 0.1:
             print(f"{row.name}: others take {others:.0%} of the cores: the figures will be off", file=sys.stderr)
         columns = row.measure(args.rounds)
-        others = max(others, busy())  # work may have begun in between
+        others = max(others, busy(2))  # work may have begun in between
         if not columns:
             continue
         date = datetime.date.today().isoformat()
         results["rows"][row.name] = {"date": date, "busy": others, "columns": columns}
-        # After every row, so that a run can be ended at any time.
+        # After every row, so that a run can be ended at any time, and --resume goes on.
         write(kept, json.dumps(results, indent=1))
-        replace_section(args.out, section(every, results, args))
-        write(args.out.with_name("rivals.json"), ratios(every, results))
         for column, entries in columns.items():
             for entry in entries:
                 print(f"{row.name}: {column} {entry['way']}: {entry['value']:.3f} {row.unit}", flush=True)
+    print(f"\n{results['machine']}; {args.threads} threads. {results['versions']}.\n\n{table(chosen, results, args)}")
+    if not args.write:
+        return 0
+    measured = [row.title for row in every if "kvist" in results["rows"].get(row.name, {}).get("columns", {})]
+    if lost := [title for title in published(args.out) if title not in measured]:
+        raise Failed(f"{args.out} is as it was, because it has rows that this machine has not measured (--resume measures what is missing): " + "; ".join(lost))
+    replace_section(args.out, section(every, results, args))
+    write(args.out.with_name("rivals.json"), ratios(every, results))
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+script(main)

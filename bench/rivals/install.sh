@@ -5,7 +5,8 @@
 # No compiler is best at all of llama.cpp's kernels, so it is built by each of $RIVAL_COMPILERS (of clang, clang-N,
 # gcc, gcc-N; without it clang and gcc, as far as they are there) and the fastest counts. gcc before 13 is left out
 # on machines with AMX, whose q8_0 path it is said to miscompile.
-# $TORCH_PIP_ARGS may name an index of CPU builds of torch, which are much smaller.
+# The versions are those of the published figures; $TORCH and $LLAMA_CPP_PYTHON name others. What another version
+# left is removed. $TORCH_PIP_ARGS may name an index of CPU builds of torch, which are much smaller.
 # Needs a C++ compiler, cmake, ninja and python3 with venv. What is there is not made again.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -13,24 +14,35 @@ here=$PWD
 mkdir -p ../target/rivals
 cd ../target/rivals
 jobs=${JOBS:-$(nproc)}
+torch="torch==${TORCH:-2.15.0} ${TORCH_PIP_ARGS:-}"
+version=${LLAMA_CPP_PYTHON:-0.3.36}
 
 for tool in cmake ninja python3; do
     command -v $tool >/dev/null || { echo "install.sh: $tool is not there" >&2; exit 1; }
 done
+logged() { # LOG COMMAND…: a part of a build, whose output goes into a log
+    local log=$1
+    shift
+    "$@" >"$log" 2>&1 || { echo "install.sh: llama.cpp was not built: see $PWD/$log" >&2; exit 1; }
+}
 
 [ -x venv/bin/python ] || python3 -m venv venv
-venv/bin/python -c 'import torch' 2>/dev/null || venv/bin/pip install --quiet ${TORCH_PIP_ARGS:-} torch numpy
+if [ "$(cat venv/installed.txt 2>/dev/null)" != "$torch" ]; then
+    # shellcheck disable=SC2086
+    venv/bin/pip install --quiet --disable-pip-version-check $torch numpy
+    echo "$torch" >venv/installed.txt
+fi
 
-if [ ! -e src/vendor/llama.cpp/CMakeLists.txt ]; then
-    rm -rf sdist src
-    venv/bin/pip download --quiet --no-deps --no-binary llama-cpp-python -d sdist \
-        "llama-cpp-python${LLAMA_CPP_PYTHON:+==$LLAMA_CPP_PYTHON}"
+sdist=sdist/llama_cpp_python-$version.tar.gz
+if [ ! -e src/vendor/llama.cpp/CMakeLists.txt ] || [ ! -e "$sdist" ]; then
+    # Builds of another version go, and so do caches that they have filled.
+    rm -rf sdist src src.partial llama-*/ states
+    venv/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python -d sdist "llama-cpp-python==$version"
     mkdir src.partial
-    tar xf sdist/*.tar.gz -C src.partial --strip-components=1
+    tar xf "$sdist" -C src.partial --strip-components=1
     mv src.partial src
 fi
 llama=src/vendor/llama.cpp
-version=$(ls sdist | sed 's/.*-\(.*\)\.tar\.gz/\1/')
 
 if [ -z "${RIVAL_COMPILERS:-}" ]; then
     RIVAL_COMPILERS=
@@ -51,14 +63,15 @@ for cc in $RIVAL_COMPILERS; do
         gcc*) cxx=g++${cc#gcc} ;;
         *) echo "install.sh: $cc is neither clang nor gcc" >&2; exit 1 ;;
     esac
+    command -v "$cc" >/dev/null && command -v "$cxx" >/dev/null || { echo "install.sh: $cc or $cxx is not there" >&2; exit 1; }
     out=llama-$cc
     mkdir -p "$out"
     echo "llama-cpp-python $version by $($cc --version | head -1)"
     if [ ! -e "$out/done" ]; then
-        CC=$cc CXX=$cxx cmake -G Ninja -S $llama -B "$out/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+        logged "$out/cmake.log" env CC=$cc CXX=$cxx cmake -G Ninja -S $llama -B "$out/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
             -DBUILD_SHARED_LIBS=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
-            -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_TOOLS=ON >"$out/cmake.log"
-        cmake --build "$out/build" -j"$jobs" --target ggml llama llama-bench >"$out/build.log"
+            -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_TOOLS=ON
+        logged "$out/build.log" cmake --build "$out/build" -j"$jobs" --target ggml llama llama-bench
         touch "$out/done"
     fi
     for program in attention steps; do

@@ -1,8 +1,7 @@
-"""torch on the same shapes: scaled_dot_product_attention over caches of several layers, a GEMM, and the prefill of a
+"""torch on the same shapes: scaled_dot_product_attention over caches of several layers, and the prefill of a
 whole model as plain torch modules would run it. One JSON line per measurement, medians in ms.
 
     python sdpa.py attention --shape a --tokens 4096 --queries 1 --dtype bf16
-    python sdpa.py gemm --dtype bf16
     python sdpa.py prefill --tokens 512 --dtype bf16
 """
 import argparse
@@ -73,13 +72,6 @@ def attention(args):
     return {"tokens": args.tokens, "queries": args.queries, "way": way, "median_ms": took[way]}
 
 
-def gemm(args):
-    dtype = DTYPES[args.dtype]
-    x, w = torch.randn(512, 2048).to(dtype), torch.randn(5632, 2048).to(dtype)
-    ms = median_ms(lambda: F.linear(x, w), args.runs)
-    return {"gemm": "512x2048x5632", "median_ms": ms, "gflops": 2 * 512 * 2048 * 5632 / ms / 1e6}
-
-
 class Llama:
     def __init__(self, shape, dtype, tokens):
         self.shape = shape
@@ -133,7 +125,7 @@ def prefill(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["attention", "gemm", "prefill"])
+    parser.add_argument("what", choices=["attention", "prefill"])
     parser.add_argument("--shape", choices=SHAPES, default="b")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--queries", type=int, default=1)
@@ -144,7 +136,7 @@ def main():
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     with torch.inference_mode():
-        result = {"attention": attention, "gemm": gemm, "prefill": prefill}[args.what](args)
+        result = {"attention": attention, "prefill": prefill}[args.what](args)
     print(json.dumps({"torch": torch.__version__, "dtype": args.dtype, "threads": args.threads, **result}))
 
 

@@ -43,8 +43,9 @@ static void feed(int n, int at_once) {
 }
 
 int main(int argc, char ** argv) {
-    std::string model_path, state, flash = "on", k = "f16", v = "f16";
-    int depth = 0, threads = 2, room = 512;
+    std::string model_path, state, flash = "on";
+    int depth = 0, threads = 2;
+    const int room = 512; // tokens that a request may add
     for (int i = 1; i + 1 < argc; i += 2) {
         const std::string name = argv[i], value = argv[i + 1];
         if (name == "--model") {
@@ -53,28 +54,14 @@ int main(int argc, char ** argv) {
             state = value;
         } else if (name == "--flash") {
             flash = value;
-        } else if (name == "--k") {
-            k = value;
-        } else if (name == "--v") {
-            v = value;
         } else if (name == "--depth") {
             depth = atoi(value.c_str());
         } else if (name == "--threads") {
             threads = atoi(value.c_str());
-        } else if (name == "--room") {
-            room = atoi(value.c_str());
         } else {
             fail(name + " is unknown");
         }
     }
-    const auto type = [](const std::string & name) {
-        for (ggml_type t : { GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0 }) {
-            if (name == ggml_type_name(t)) {
-                return t;
-            }
-        }
-        fail("no cache of type " + name);
-    };
     // Errors only.
     llama_log_set([](ggml_log_level level, const char * text, void *) {
         if (level == GGML_LOG_LEVEL_ERROR) {
@@ -93,8 +80,8 @@ int main(int argc, char ** argv) {
     params.n_ubatch = 512;
     params.n_threads = threads;
     params.n_threads_batch = threads;
-    params.type_k = type(k);
-    params.type_v = type(v);
+    params.type_k = GGML_TYPE_F16;
+    params.type_v = GGML_TYPE_F16;
     params.flash_attn_type = flash == "on" ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     params.no_perf = true;
     ctx = llama_init_from_model(model, params);

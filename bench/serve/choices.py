@@ -8,11 +8,16 @@ Milliseconds per token of a stream after its first one, the median of all stream
 new token. Needs Python alone."""
 import argparse
 import json
+import pathlib
 import random
 import statistics
+import sys
 import threading
 import time
 import urllib.request
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common  # noqa: E402
 
 TEXT = {"type": "string"}
 ADDRESS = {"type": "object", "properties": {"street": TEXT, "city": TEXT}, "required": ["street", "city"], "additionalProperties": False}
@@ -34,7 +39,7 @@ WORDS = "the a of borrow checker owns value moves type trait lifetime reference 
 
 def post(url, body):
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    return urllib.request.urlopen(request)
+    return common.open_url(request)
 
 
 def stream(url, model, i, choice, out):
@@ -62,7 +67,7 @@ def main():
     parser.add_argument("--streams", default="1,8")
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
-    with urllib.request.urlopen(f"{args.url}/v1/models") as response:
+    with common.open_url(f"{args.url}/v1/models") as response:
         model = json.load(response)["data"][0]["id"]
     for n in map(int, args.streams.split(",")):
         found = {name: [] for name in CHOICES}

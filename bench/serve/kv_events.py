@@ -7,16 +7,20 @@ and with one that does not; in turns, medians.
 Every prompt is new, so each of its blocks is stored and, once the cache is full, evicted: as many events as there can be.
 """
 import argparse
+import contextlib
 import json
+import pathlib
 import random
 import statistics
-import subprocess
+import sys
 import threading
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import zmq
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--kvist", required=True)
@@ -31,39 +35,30 @@ args = parser.parse_args()
 VARIANTS = {"off": (False, False), "on, no consumer": (False, False), "on, consumer": (True, True), "on, stuck consumer": (True, False)}
 
 
-class Server:
+class Server(common.Kvist):
     def __init__(self, variant):
         flags = ["--kv-events", "tcp://127.0.0.1:0"] if variant != "off" else []
-        flags += ["--model", args.model] if args.model else []
-        command = [args.kvist, "serve", "--port", "0", "-q", "--context", "8192", *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.url = self.process.stdout.readline().split()[-1]
+        super().__init__(args.kvist, "--context", "8192", *flags, model=args.model, name=f"kvist serve, {variant}")
         self.received, self.context = 0, zmq.Context()
-        subscribes, reads = VARIANTS[variant]
-        if subscribes:
+        self.subscribes, self.reads = VARIANTS[variant]
+
+    def subscribe(self):
+        if self.subscribes:
             endpoint = json.loads(self.get("/kv_event_sources"))["0"]["endpoint"]
             self.socket = self.context.socket(zmq.SUB)
             self.socket.setsockopt(zmq.RCVHWM, 1)
             self.socket.setsockopt(zmq.SUBSCRIBE, b"")
             self.socket.connect(endpoint)
-            if reads:
-                threading.Thread(target=self.read, daemon=True).start()
+            if self.reads:
+                threading.Thread(target=self.receive, daemon=True).start()
 
-    def read(self):
+    def receive(self):
         while True:
             self.socket.recv_multipart()
             self.received += 1
 
-    def get(self, path):
-        return urllib.request.urlopen(self.url + path, timeout=60).read().decode()
-
-    def metric(self, name):
-        return sum(float(line.rsplit(" ", 1)[1]) for line in self.get("/metrics").splitlines() if line.startswith(name + "{"))
-
     def complete(self, prompt):
-        body = {"prompt": prompt, "max_tokens": args.generate, "ignore_eos": True, "temperature": 0}
-        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
-        urllib.request.urlopen(request, timeout=600).read()
+        self.post("/v1/completions", {"prompt": prompt, "max_tokens": args.generate, "ignore_eos": True, "temperature": 0})
 
     def seconds(self, seed):
         numbers = random.Random(seed)
@@ -74,22 +69,24 @@ class Server:
         return time.monotonic() - begin
 
 
-servers = {variant: Server(variant) for variant in VARIANTS}
-try:
-    for server in servers.values():
-        server.seconds(0)
-    times = {variant: [] for variant in VARIANTS}
-    for round in range(1, args.rounds + 1):
+def main():
+    with contextlib.ExitStack() as stack:
+        servers = {variant: stack.enter_context(Server(variant)) for variant in VARIANTS}
+        for server in servers.values():
+            server.subscribe()
+            server.seconds(0)
+        times = {variant: [] for variant in VARIANTS}
+        for round in range(1, args.rounds + 1):
+            for variant, server in servers.items():
+                times[variant].append(server.seconds(round))
+        tokens = args.requests * (args.prompt + args.generate)
+        base = statistics.median(times["off"])
         for variant, server in servers.items():
-            times[variant].append(server.seconds(round))
-    tokens = args.requests * (args.prompt + args.generate)
-    base = statistics.median(times["off"])
-    for variant, server in servers.items():
-        median = statistics.median(times[variant])
-        events = server.metric("kvist_blocks_stored_total") + server.metric("kvist_blocks_evicted_total")
-        rate = events / (args.rounds + 1) / median
-        print(f"{variant:20} {tokens / median:8.0f} tokens/s  {base / median:5.3f}x  {rate:6.0f} block events/s"
-              f"  messages {server.metric('kvist_kv_event_messages_total'):.0f}, read {server.received}")
-finally:
-    for server in servers.values():
-        server.process.kill()
+            median = statistics.median(times[variant])
+            events = server.metric("kvist_blocks_stored_total") + server.metric("kvist_blocks_evicted_total")
+            rate = events / (args.rounds + 1) / median
+            print(f"{variant:20} {tokens / median:8.0f} tokens/s  {base / median:5.3f}x  {rate:6.0f} block events/s"
+                  f"  messages {server.metric('kvist_kv_event_messages_total'):.0f}, read {server.received}")
+
+
+common.script(main)

@@ -24,6 +24,8 @@ It ends with 1, and says why, unless
     is for what the bound does not name: program, tokenizer, sessions, connections;
   * SIGTERM ends the server with status 0.
 
+If the server ends before that, the report says so, with the end of its log, and has what was seen until then.
+
 The report is one JSON document on stdout. Only the standard library is needed. Figures of a busy machine say little:
 the load average is in the report.
 """
@@ -34,7 +36,6 @@ import http.client
 import json
 import os
 import pathlib
-import platform
 import random
 import re
 import signal
@@ -47,6 +48,9 @@ import tempfile
 import threading
 import time
 import traceback
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common  # noqa: E402
 
 KEY, ADMIN, HOG, CALM = "soak-user-key", "soak-admin-key", "soak-hog-key", "soak-calm-key"
 CONFIG = """
@@ -74,40 +78,31 @@ admin = true
 """
 
 
-class Server:
+class Server(common.Kvist):
     def __init__(self, args, folder):
         config = pathlib.Path(folder) / "kvist.toml"
         config.write_text(CONFIG.format(batch=args.batch, queue=args.queue, connections=args.connections,
                                         key=KEY, admin=ADMIN, hog=HOG, calm=CALM))
-        command = [args.kvist, "serve", "--config", str(config), "--context", str(args.context)]
-        command += ["--model", args.model] if args.model else []
-        plan = json.loads(subprocess.check_output([*command, "--dry-run", "--json"]))
+        flags = ["--config", config, "--context", args.context]
+        model = ["--model", args.model] if args.model else []
+        plan = json.loads(common.output([args.kvist, "serve", "-q", *model, *flags, "--dry-run", "--json"]))
         # The model, and requests while they are made ready.
         self.bound = plan["bound"]["total"] + plan["requests_bytes"]
         # Deterministic, so that the text of a prompt can be compared.
-        self.process = subprocess.Popen([*command, "--deterministic", "--quiet"], stdout=subprocess.PIPE, text=True)
-        line = self.process.stdout.readline().split()
-        if line[:1] != ["serving"]:
-            sys.exit(f"the server ended with {self.process.wait()}")
-        self.name, (self.host, port) = line[1], line[3].removeprefix("http://").rsplit(":", 1)
+        super().__init__(args.kvist, *flags, "--deterministic", model=args.model, name="the server")
+        self.host, port = self.address.rsplit(":", 1)
         self.port = int(port)
 
     def connect(self, timeout=120):
-        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        return super().connect(timeout)
 
     def get(self, path):
-        connection = self.connect(30)
-        try:
-            connection.request("GET", path, headers={"Authorization": f"Bearer {ADMIN}"})
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-        finally:
-            connection.close()
+        return self.ask("GET", path, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30).decode()
 
     def metrics(self):
         """Values by name, summed over labels."""
         found = collections.Counter()
-        for line in self.get("/metrics")[1].splitlines():
+        for line in self.get("/metrics").splitlines():
             if not line.startswith("#"):
                 found[line.split("{")[0]] += float(line.split()[-1])
         return found
@@ -145,6 +140,7 @@ class Load:
 
     def __init__(self):
         self.lock = threading.Lock()
+        self.over = threading.Event()  # Clients stop then.
         self.outcomes = collections.Counter()
         self.wrong = []
         self.first_s, self.tokens = [], 0
@@ -325,7 +321,7 @@ def client(server, load, seed, until, burst, args):
     draw = random.Random(seed)
     time.sleep(draw.uniform(0, 1))
     rounds = 0
-    while time.monotonic() < until:
+    while time.monotonic() < until and not load.over.is_set():
         if args.burst and time.monotonic() > load.began + args.burst * (rounds + 1):
             rounds += 1
             try:
@@ -484,7 +480,7 @@ class Doors:
 
     def report(self):
         def times(values):
-            return {"n": len(values), "median": round(percentile(values, 0.5), 3), "p99": round(percentile(values, 0.99), 3)}
+            return {"n": len(values), "median": shown(percentile(values, 0.5)), "p99": shown(percentile(values, 0.99))}
         asked = sum(n for what, n in self.counts.items() if what.startswith("calm: "))
         share = self.counts["calm: 200"] / asked if asked else None
         return {"dribblers": self.dribblers, "outcomes": dict(sorted(self.counts.items())), "calm_share_answered": share,
@@ -496,11 +492,26 @@ def percentile(values, share):
     return values[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
 
 
-def cpu():
-    try:
-        return re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[1]
-    except (OSError, TypeError):
-        return platform.machine()
+def shown(value, digits=3):
+    """A number for the report. Of no values at all there is none, and the report has null."""
+    return None if value is None or value != value else round(value, digits)
+
+
+def settle(server, failures):
+    """What is in use within five seconds after the clients have left, and the metrics then."""
+    deadline = time.monotonic() + 5
+    while True:
+        metrics = server.metrics()
+        left = {name: metrics[name] for name in
+                ("kvist_cells_held", "vllm:num_requests_running", "vllm:num_requests_waiting")}
+        if not any(left.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    if any(left.values()):
+        failures.append(f"no client is left, but still in use are {left}")
+    if metrics["kvist_failed_steps_total"]:
+        failures.append(f"{metrics['kvist_failed_steps_total']:.0f} steps failed")
+    return left, metrics
 
 
 def main():
@@ -522,107 +533,115 @@ def main():
     parse.add_argument("--overhead", type=float, default=96, help="MiB beside the bound")
     args = parse.parse_args()
 
-    failures, samples, times = [], [], []
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server(args, folder)
-        try:
-            # The context of the model, or the cache where that is smaller.
-            server.longest = json.loads(server.get("/v1/models")[1])["data"][0]["max_model_len"]
-            text = server.greedy()
-            at_start = server.resident_bytes()
-            load, over = Load(), threading.Event()
-            load.began = time.monotonic()
-            until = load.began + args.minutes * 60
-            burst = threading.Barrier(args.clients)
-            seeds = [args.seed * 1_000_003 + i for i in range(args.clients)]
-            crowd = [
-                threading.Thread(target=client, args=(server, load, seed, until, burst, args), daemon=True)
-                for seed in seeds
-            ]
-            watch = threading.Thread(target=health, args=(server, times, failures, over), daemon=True)
-            load_before = os.getloadavg()[0]
-            watch.start()
-            doors = Doors(server, args.dribblers)
-            doors.start()
-            for thread in crowd:
-                thread.start()
-            busy = []
-            while time.monotonic() < until:
-                time.sleep(min(1, max(0, until - time.monotonic())))
-                if server.process.poll() is not None:
-                    failures.append(f"the server ended with {server.process.returncode}")
-                    break
+    failures, samples, times, busy, unhealthy = [], [], [], [], []
+    left, metrics = None, collections.Counter()
+    # When the server has just ended, its /metrics, its files in /proc and requests raise one of these.
+    gone = (common.Failed, OSError, http.client.HTTPException, TypeError, ValueError)
+    with tempfile.TemporaryDirectory() as folder, Server(args, folder) as server:
+        alive = lambda: server.process.poll() is None
+        # The context of the model, or the cache where that is smaller.
+        server.longest = json.loads(server.get("/v1/models"))["data"][0]["max_model_len"]
+        text = server.greedy()
+        at_start = server.resident_bytes()
+        load, over = Load(), threading.Event()
+        load.began = time.monotonic()
+        until = load.began + args.minutes * 60
+        burst = threading.Barrier(args.clients)
+        seeds = [args.seed * 1_000_003 + i for i in range(args.clients)]
+        crowd = [
+            threading.Thread(target=client, args=(server, load, seed, until, burst, args), daemon=True)
+            for seed in seeds
+        ]
+        watch = threading.Thread(target=health, args=(server, times, unhealthy, over), daemon=True)
+        load_before = os.getloadavg()[0]
+        watch.start()
+        doors = Doors(server, args.dribblers)
+        doors.start()
+        for thread in crowd:
+            thread.start()
+        while time.monotonic() < until and alive():
+            time.sleep(min(1, max(0, until - time.monotonic())))
+            try:
                 metrics = server.metrics()
                 samples.append((server.resident_bytes(), metrics["kvist_cells_held"], server.threads()))
                 busy.append(metrics["vllm:num_requests_running"])
-            burst.abort()
-            doors.stop()
-            deadline = time.monotonic() + 90  # what runs may end
-            for thread in crowd:
-                thread.join(max(0, deadline - time.monotonic()))
-            still = sum(thread.is_alive() for thread in crowd)
-            if still:
-                failures.append(f"{still} clients still wait for an answer")
-            deadline = time.monotonic() + 5
-            while True:
-                metrics = server.metrics()
-                left = {name: metrics[name] for name in
-                        ("kvist_cells_held", "vllm:num_requests_running", "vllm:num_requests_waiting")}
-                if not any(left.values()) or time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-            if any(left.values()):
-                failures.append(f"no client is left, but still in use are {left}")
-            if metrics["kvist_failed_steps_total"]:
-                failures.append(f"{metrics['kvist_failed_steps_total']:.0f} steps failed")
+            except gone as error:
+                time.sleep(0.5)  # until the end of the process is known
+                if alive():
+                    load.accuse(f"/metrics: {type(error).__name__}: {error}")
+        ended_after = None if alive() else time.monotonic() - load.began
+        load.over.set()
+        burst.abort()
+        doors.stop()
+        deadline = time.monotonic() + 90  # what runs may end
+        for thread in crowd:
+            thread.join(max(0, deadline - time.monotonic()))
+        still = sum(thread.is_alive() for thread in crowd)
+        if still:
+            failures.append(f"{still} clients still wait for an answer")
+        try:
+            if alive():
+                left, metrics = settle(server, failures)
             over.set()
             watch.join()
-            again = server.greedy()
-            if again != text:
-                failures.append(f"the same greedy request was answered {text!r}, and then {again!r}")
-            peak = max(rss for rss, _, _ in samples)
-            if peak > server.bound + args.overhead * 2**20:
-                failures.append(f"resident memory reached {peak}, the bound is {server.bound}")
+            if alive():
+                again = server.greedy()
+                if again != text:
+                    failures.append(f"the same greedy request was answered {text!r}, and then {again!r}")
+        except gone as error:
+            if alive():
+                failures.append(f"after the clients had left: {type(error).__name__}: {error}")
+        over.set()
+        peak = max((rss for rss, _, _ in samples), default=None)
+        if peak is not None and peak > server.bound + args.overhead * 2**20:
+            failures.append(f"resident memory reached {peak}, the bound is {server.bound}")
+        p99 = percentile(times, 0.99)
+        if alive():
             failures += doors.failures(args.calm_p99)
-            p99 = percentile(times, 0.99)
             if not p99 <= args.health_p99:
                 failures.append(f"the 99th percentile of /health is {p99:.3f} s")
             # That the load was one.
             for outcome in ["finished", "left in mid-stream", "400 invalid_json", "401 invalid_api_key", "429 queue_full"]:
                 if not load.outcomes[outcome]:
                     failures.append(f"there was no {outcome!r}: the load was too short")
-            failures += sorted(set(load.wrong))[:20]
             server.process.send_signal(signal.SIGTERM)
-            status = server.process.wait(60)
-            if status:
-                failures.append(f"SIGTERM ended the server with status {status}")
-        finally:
-            server.process.kill()
+            try:
+                if status := server.process.wait(60):
+                    failures.append(f"SIGTERM ended the server with status {status}")
+            except subprocess.TimeoutExpired:
+                failures.append("SIGTERM did not end the server within 60 s")
+        else:
+            when = "after the clients had left" if ended_after is None else f"after {ended_after:.0f} s"
+            failures.insert(0, f"the server ended with {server.process.returncode} {when}; {common.end_of(server.log)}")
+        failures += sorted(set(unhealthy))[:20] + sorted(set(load.wrong))[:20]
     quarter = max(1, len(samples) // 4)
+    resident = [rss for rss, _, _ in samples]
+    median = lambda values: shown(statistics.median(values), None) if values else None
     report = {
-        "machine": f"{cpu()}, {os.cpu_count()} CPUs", "date": datetime.date.today().isoformat(),
+        "machine": common.machine(), "date": datetime.date.today().isoformat(),
         "load_average": {"before": round(load_before, 2), "end": round(os.getloadavg()[0], 2)},
-        "model": server.name, "clients": args.clients, "seconds": round(args.minutes * 60), "seed": args.seed,
+        "model": server.served, "clients": args.clients, "seconds": round(args.minutes * 60), "seed": args.seed,
         "outcomes": dict(sorted(load.outcomes.items())), "wrong_answers": len(load.wrong),
         "generated_tokens": load.tokens,
         "preemptions": metrics["vllm:num_preemptions_total"],
         "queue": args.queue, "batch": args.batch, "context_tokens": args.context,
-        "ttft_s": {"median": round(percentile(load.first_s, 0.5), 3), "p99": round(percentile(load.first_s, 0.99), 3)},
-        "health": {"checks": len(times), "median_ms": round(1e3 * percentile(times, 0.5), 2),
-                   "p99_ms": round(1e3 * percentile(times, 0.99), 2), "max_ms": round(1e3 * max(times), 2)},
+        "ttft_s": {"median": shown(percentile(load.first_s, 0.5)), "p99": shown(percentile(load.first_s, 0.99))},
+        "health": {"checks": len(times), "median_ms": shown(1e3 * percentile(times, 0.5), 2),
+                   "p99_ms": shown(1e3 * p99, 2), "max_ms": shown(1e3 * max(times, default=float("nan")), 2)},
         "doors": doors.report(),
         "memory": {
-            "bound_bytes": server.bound, "peak_over_bound": round(peak / server.bound, 3), "resident_after_one_request": at_start, "peak_resident_bytes": peak,
-            "median_resident_first_quarter": round(statistics.median(rss for rss, _, _ in samples[:quarter])),
-            "median_resident_last_quarter": round(statistics.median(rss for rss, _, _ in samples[-quarter:])),
-            "peak_threads": max(threads for _, _, threads in samples),
+            "bound_bytes": server.bound, "peak_over_bound": shown(peak and peak / server.bound), "resident_after_one_request": at_start,
+            "peak_resident_bytes": peak,
+            "median_resident_first_quarter": median(resident[:quarter]),
+            "median_resident_last_quarter": median(resident[-quarter:]),
+            "peak_threads": max((threads for _, _, threads in samples), default=None),
         },
-        "peak_cells_held": max(held for _, held, _ in samples), "mean_running": round(statistics.mean(busy), 1),
+        "peak_cells_held": max((held for _, held, _ in samples), default=None),
+        "mean_running": round(statistics.mean(busy), 1) if busy else None,
         "held_at_the_end": left, "failures": failures,
     }
     print(json.dumps(report, indent=1))
     return 1 if failures else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+common.script(main)

@@ -3,7 +3,7 @@
 
     bench/serve/versions.py --before OLD/kvist --after NEW/kvist [--model MODEL] [--rounds 7]
 
-Both servers live for the whole run; one of them is asked at a time, and who begins alternates. A round of each server has three
+Both servers live for the whole run; one of them is asked at a time, and which begins alternates. A round of each server has three
 loads: prompts that are new, with short answers (so blocks are stored and evicted all the time), short prompts with long answers, and
 prompts whose beginning is cached. The figures are tokens per second, of prompts and answers, and medians over the rounds; beside them the
 median of the rounds' own ratios, which neighbours on the machine disturb less, and the same of the processor time of the servers, which
@@ -12,15 +12,17 @@ true median with 95% (by order statistics, so nothing is assumed of how rounds d
 less than 95%). Only the standard library is needed.
 """
 import argparse
-import http.client
 import json
 import math
-import os
+import pathlib
 import random
 import statistics
-import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common  # noqa: E402
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
 parser.add_argument("--before", required=True)
@@ -39,58 +41,43 @@ LOADS = {"new prompts": (0, 512, 8), "long answers": (0, 16, 96), "cached prompt
 LOADS = {load: tokens for load, tokens in LOADS.items() if (args.load or "") in load}
 
 
-class Server:
-    def __init__(self, kvist):
-        command = [kvist, "serve", "--port", "0", "-q", "--context", "16384"]
-        command += ["--model", args.model] if args.model else []
-        command += ["--threads", str(args.threads)] if args.threads else []
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.address = self.process.stdout.readline().split()[-1].removeprefix("http://")
-
-    def ask(self, prompt, n):
-        connection = http.client.HTTPConnection(self.address, timeout=600)
-        body = {"prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        answer = json.loads(connection.getresponse().read())
+class Server(common.Kvist):
+    def complete(self, prompt, n):
+        answer = self.post("/v1/completions", {"prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True})
         assert answer["usage"]["completion_tokens"] == n, answer
-
-    def cpu_s(self):
-        """Processor time of the server until now."""
-        with open(f"/proc/{self.process.pid}/stat") as file:
-            fields = file.read().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def rate(self, load, seed):
         """Tokens per second, and processor time, of a load whose prompts are drawn from this seed."""
         cached, new, n = LOADS[load]
         rng = random.Random(seed)
         draw = lambda count: [rng.randrange(300, 4000) for _ in range(count)]
-        common = draw(cached)
-        prompts = [common + draw(new) for _ in range(args.requests)]
+        trunk = draw(cached)
+        prompts = [trunk + draw(new) for _ in range(args.requests)]
         if cached:
-            self.ask(common, 1)
+            self.complete(trunk, 1)
         with ThreadPoolExecutor(args.clients) as pool:
-            began, cpu_s = time.perf_counter(), self.cpu_s()
-            list(pool.map(lambda prompt: self.ask(prompt, n), prompts))
+            cpu_s, began = self.cpu_s(), time.perf_counter()
+            list(pool.map(lambda prompt: self.complete(prompt, n), prompts))
             seconds = time.perf_counter() - began
         return args.requests * (cached + new + n) / seconds, self.cpu_s() - cpu_s
 
 
-servers = {"before": Server(args.before), "after": Server(args.after)}
-rates, cpu_s = ({load: {side: [] for side in servers} for load in LOADS} for _ in range(2))
-try:
-    for load in LOADS:
-        for server in servers.values():
-            server.rate(load, load)  # warm up
-    for i in range(args.rounds):
+def measure():
+    """Tokens per second and processor time: a list for each load and side."""
+    rates, cpu_s = ({load: {side: [] for side in ("before", "after")} for load in LOADS} for _ in range(2))
+    flags = ["--context", 16384, *(["--threads", args.threads] if args.threads else [])]
+    with Server(args.before, *flags, model=args.model, name="before") as before, Server(args.after, *flags, model=args.model, name="after") as after:
+        servers = {"before": before, "after": after}
         for load in LOADS:
-            for side in list(servers)[:: 1 if i % 2 == 0 else -1]:
-                rate, cpu = servers[side].rate(load, (load, i).__repr__())
-                rates[load][side].append(rate)
-                cpu_s[load][side].append(cpu)
-finally:
-    for server in servers.values():
-        server.process.terminate()
+            for server in servers.values():
+                server.rate(load, load)  # warms up
+        for i in range(args.rounds):
+            for load in LOADS:
+                for side in list(servers)[:: 1 if i % 2 == 0 else -1]:
+                    rate, cpu = servers[side].rate(load, (load, i).__repr__())
+                    rates[load][side].append(rate)
+                    cpu_s[load][side].append(cpu)
+    return rates, cpu_s
 
 
 def interval(n):
@@ -110,14 +97,19 @@ def ratios(sides):
     return f"{statistics.median(all):.3f} ({all[left_out]:.3f} to {all[-1 - left_out]:.3f})"
 
 
-print(
-    f"| {args.requests} requests, {args.clients} at a time, {args.rounds} rounds "
-    "| before, tokens/s | after, tokens/s | ratio | ratios of the rounds | of processor time |"
-)
-print("|---|--:|--:|--:|--:|--:|")
-for load, sides in rates.items():
-    before, after = (statistics.median(sides[side]) for side in ("before", "after"))
-    print(f"| {load} | {before:,.0f} | {after:,.0f} | {after / before:.3f} | {ratios(sides)} | {ratios(cpu_s[load])} |")
-if args.json:
-    with open(args.json, "w") as file:
-        json.dump({"tokens_per_s": rates, "cpu_s": cpu_s}, file, indent=1)
+def main():
+    rates, cpu_s = measure()
+    print(
+        f"| {args.requests} requests, {args.clients} at a time, {args.rounds} rounds "
+        "| before, tokens/s | after, tokens/s | ratio | ratios of the rounds | of processor time |"
+    )
+    print("|---|--:|--:|--:|--:|--:|")
+    for load, sides in rates.items():
+        before, after = (statistics.median(sides[side]) for side in ("before", "after"))
+        print(f"| {load} | {before:,.0f} | {after:,.0f} | {after / before:.3f} | {ratios(sides)} | {ratios(cpu_s[load])} |")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"tokens_per_s": rates, "cpu_s": cpu_s}, file, indent=1)
+
+
+common.script(main)

@@ -6,43 +6,36 @@ What a tier costs a request that gains nothing from it: it is asked first. Progr
     bench/tiers/arrivals.py --model MODEL.gguf --kvist OLD --kvist NEW
 """
 import argparse
-import json
+import contextlib
+import pathlib
 import random
-import re
 import statistics
-import subprocess
+import sys
 import threading
 import time
-import urllib.request
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common  # noqa: E402
 
 
-def complete(url, body, stop=None):
+def complete(server, body, stop=None):
     """Seconds to the first token; with `stop` reads until that is set."""
-    body = json.dumps({**body, "ignore_eos": True, "stream": True}).encode()
-    request = urllib.request.Request(url + "/v1/completions", body, {"content-type": "application/json"})
-    began = time.perf_counter()
-    with urllib.request.urlopen(request) as answer:
-        for line in answer:
-            if line.startswith(b"data:"):
-                if stop is None:
-                    took = time.perf_counter() - began
-                    answer.read()
-                    return took
-                if stop.is_set():
-                    return None
-    return None
+    took, began = None, time.perf_counter()
+    for _ in server.stream("/v1/completions", {**body, "ignore_eos": True, "stream": True}):
+        took = took or time.perf_counter() - began
+        if stop and stop.is_set():
+            return None
+    return took
 
 
 def median_ms(kvist, model, tier, args, seed):
-    command = [kvist, "serve", "--quiet", "--port", "0", "--model", model, "--context", "16384", *tier]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        url = re.search(r"http://\S+", server.stdout.readline()).group(0)
+    with common.Kvist(kvist, "--context", "16384", *tier, model=model) as server:
         stop = threading.Event()
 
         def decode():
-            while not stop.is_set():
-                complete(url, {"prompt": [1, 2, 3, 4], "max_tokens": 4000}, stop)
+            with contextlib.suppress(common.Failed):  # The requests below say if the server has ended.
+                while not stop.is_set():
+                    complete(server, {"prompt": [1, 2, 3, 4], "max_tokens": 4000}, stop)
 
         for _ in range(args.decoding):
             threading.Thread(target=decode, daemon=True).start()
@@ -51,14 +44,11 @@ def median_ms(kvist, model, tier, args, seed):
         times = []
         for _ in range(args.requests):
             prompt = [draw.randrange(1000, 40000) for _ in range(33)]
-            times.append(complete(url, {"prompt": prompt, "max_tokens": 1}))
+            times.append(complete(server, {"prompt": prompt, "max_tokens": 1}))
             # Anywhere within a step.
             time.sleep(0.02 * draw.random())
         stop.set()
         return 1000 * statistics.median(times)
-    finally:
-        server.kill()
-        server.wait()
 
 
 def main():
@@ -78,5 +68,4 @@ def main():
         print(f"{kvist}, {name}: {statistics.median(values):.1f} ms ({', '.join(f'{value:.1f}' for value in values)})")
 
 
-if __name__ == "__main__":
-    main()
+common.script(main)

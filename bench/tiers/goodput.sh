@@ -7,15 +7,15 @@
 # (conversations.py; https://github.com/kvcache-ai/Mooncake), one token for 64 of its own. DISK=192MiB is a disk that the chats of
 # a model like SmolLM2 135M fill (23 KiB a token), so that it is overwritten: every rate begins with a line that says so. BUSY has the shares of the time that the machine is to be busy with the disk, one for each rate: BUSY="0.3 0.5 0.75".
 # A configuration is worth the best goodput that it reaches at any of them, with first tokens within the bound; the last lines compare those
-# of both.
+# of both. KVIST names another program than the one that cargo builds; it needs `--features tiers`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 model=(--model "${1:?give a model: bench/tiers/goodput.sh MODEL.gguf}")
 [[ $1 != embedded ]] || model=()
 folder=$(mktemp -d "${2:-/tmp}/kvist-goodput.XXXXXX")
 trap 'rm -rf "$folder"' EXIT
-kvist=${KVIST:-target/release/kvist}
-[[ -x $kvist ]] || cargo build --release --quiet --features tiers
+source bench/kvist.sh
+find_kvist tiers
 seconds=${QUICK:+10} requests=${QUICK:+20}
 calibrate=(--max-batch 8 --max-batch-tokens 256 --context 1536 --seconds "${seconds:-120}")
 rates=${BUSY:-0.75}
@@ -27,11 +27,11 @@ if [[ -n ${TRACE:-} ]]; then
     rates=${BUSY:-0.6}
     load=(${requests:+--requests "$requests"} --load "$folder/conversations.jsonl" --scale-tokens 1/64 --context 2584 --slo-ttft 2s --tier-disk-size 6GiB)
 fi
-token_bytes=$("$kvist" plan "${model[@]}" --kv f16 --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["kv_bytes_per_token"])')
+token_bytes=$("$KVIST" plan "${model[@]}" --kv f16 --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["kv_bytes_per_token"])')
 for busy in $rates; do
-    "$kvist" bench calibrate "${model[@]}" "${calibrate[@]}" -o "$folder/costs.json"
+    "$KVIST" bench calibrate "${model[@]}" "${calibrate[@]}" -o "$folder/costs.json"
     rm -rf "$folder/blocks"
-    "$kvist" bench predict "${model[@]}" --costs "$folder/costs.json" "${load[@]}" --busy "$busy" --tier-disk "$folder/blocks" --json \
+    "$KVIST" bench predict "${model[@]}" --costs "$folder/costs.json" "${load[@]}" --busy "$busy" --tier-disk "$folder/blocks" --json \
         > "$folder/$busy.json"
     python3 - "$folder/$busy.json" "$token_bytes" <<'PYTHON'
 import json, sys

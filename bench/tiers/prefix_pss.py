@@ -7,12 +7,16 @@ Every server answers one request that begins with the prefix, so that it has rea
 process, Pss divides it among them: N times the Pss is what the machine has in memory for the file.
 """
 import argparse
+import contextlib
 import json
 import os
+import pathlib
 import re
-import subprocess
+import sys
 import tempfile
-import urllib.request
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common  # noqa: E402
 
 
 def of_mapping(pid, path):
@@ -30,11 +34,9 @@ def of_mapping(pid, path):
     return sums
 
 
-def ask(address, prompt, tokens):
-    body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}).encode()
-    request = urllib.request.Request(f"{address}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)["usage"]["prompt_tokens_details"]["cached_tokens"]
+def ask(server, prompt, tokens):
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return server.post("/v1/completions", body)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def main():
@@ -51,29 +53,22 @@ def main():
         with open(text, "w") as out:
             out.write(prefix)
         freeze = [kvist, "prefix", "freeze", "--raw", "--json", "--model", args.model, "--context", context, "--text", text, "--out", file]
-        report = json.loads(subprocess.run(freeze, check=True, stdout=subprocess.PIPE).stdout)
+        report = json.loads(common.output(freeze))
         print(f"the prefix has {report['tokens']} tokens, its file {report['bytes'] / 2**20:.1f} MiB\n")
         print("| servers | file in memory, each: Rss | Pss | private | all together |")
         print("|--:|--:|--:|--:|--:|")
         for n in map(int, args.servers.split(",")):
-            servers = []
-            try:
+            with contextlib.ExitStack() as stack:
+                servers = []
                 for _ in range(n):
-                    serve = [kvist, "serve", "-q", "--port", "0", "--model", args.model, "--context", context, "--prefix", file]
-                    server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
+                    server = stack.enter_context(common.Kvist(kvist, "--context", context, "--prefix", file, model=args.model))
                     servers.append(server)
-                    address = "http://" + server.stdout.readline().strip().rsplit("http://", 1)[1]
-                    cached = ask(address, prefix + "and", 4)
+                    cached = ask(server, prefix + "and", 4)
                     assert cached >= report["tokens"] // 16 * 16 - 16, cached
-                sums = [of_mapping(server.pid, file) for server in servers]
+                sums = [of_mapping(server.process.pid, file) for server in servers]
                 mean = {name: sum(one[name] for one in sums) / n / 2**20 for name in sums[0]}
                 total = sum(one["Pss"] for one in sums) / 2**20
                 print(f"| {n} | {mean['Rss']:.1f} MiB | {mean['Pss']:.1f} MiB | {mean['Private']:.1f} MiB | {total:.1f} MiB |", flush=True)
-            finally:
-                for server in servers:
-                    server.kill()
-                    server.wait()
 
 
-if __name__ == "__main__":
-    main()
+common.script(main)

@@ -15,58 +15,35 @@ cache, which is what direct reads compare with, and `disk, warm` when each promp
 process, which touches memory for the first time, is a row of its own, with warm files. Only the standard library is needed.
 """
 import argparse
+import contextlib
 import ctypes
-import http.client
 import json
 import mmap
 import os
 import pathlib
 import random
 import shutil
-import socket
 import statistics
-import subprocess
+import sys
 import tempfile
 import time
 
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common  # noqa: E402
 
 
-class Server:
+class Server(common.Kvist):
     def __init__(self, kvist, model, tokens, *args):
-        context = ["--context", str(tokens + 512)]
-        command = [kvist, "serve", "--quiet", "--model", model, "--port", "0", "--request-timeout", "3600"]
-        self.process = subprocess.Popen(command + context + list(args), stdout=subprocess.PIPE, text=True)
-        line = self.process.stdout.readline()
-        if "http://" not in line:
-            raise SystemExit(f"kvist serve {' '.join(args)} did not start")
-        self.address = line.rsplit("http://", 1)[1].strip()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait()
+        super().__init__(kvist, "--context", tokens + 512, "--request-timeout", "3600", *args, model=model, name=f"kvist serve {' '.join(args)}")
 
     def complete(self, prompt, max_tokens=1):
         """Seconds to the first token, seconds per further token, cached tokens, and the tokens that came from tiers."""
-        connection = http.client.HTTPConnection(self.address, timeout=3600)
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
                 "stream_options": {"include_usage": True}, "kvist": {"explain": True}}
         began = time.perf_counter()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        answer = connection.getresponse()
         first = last = usage = None
         loaded = {}
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = json.loads(line[6:])
+        for chunk in self.stream("/v1/completions", body):
             usage = chunk.get("usage") or usage
             for prompt_ in chunk.get("kvist", {}).get("prompts", []):
                 loaded = prompt_.get("loaded_tokens", loaded)
@@ -74,14 +51,12 @@ class Server:
                 last = time.perf_counter()
                 first = first or last
         if first is None:
-            raise SystemExit("no token came")
+            raise common.Failed("no token came")
         step = (last - first) / (max_tokens - 1) if max_tokens > 1 else None
         return first - began, step, usage["prompt_tokens_details"]["cached_tokens"], loaded
 
     def tokens(self, text):
-        connection = http.client.HTTPConnection(self.address, timeout=60)
-        connection.request("POST", "/tokenize", json.dumps({"prompt": text}), {"content-type": "application/json"})
-        return json.loads(connection.getresponse().read())["tokens"]
+        return self.post("/tokenize", {"prompt": text})["tokens"]
 
     def text(self, rng, n_tokens):
         """Letters of exactly so many tokens, and a letter that adds one more."""
@@ -96,12 +71,6 @@ class Server:
         if len(tokens) != n_tokens or more is None:
             return self.text(rng, n_tokens)
         return text, more
-
-    def metric(self, name):
-        connection = http.client.HTTPConnection(self.address, timeout=60)
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{")))
 
     def settle(self):
         while self.metric("kvist_tier_store_bytes") > 0:
@@ -144,7 +113,7 @@ def leave_page_cache(folder):
         finally:
             os.close(handle)
     if (share := in_page_cache(folder)) > 0.01:
-        raise SystemExit(f"{share:.0%} of the files in {folder} stay in the page cache: give --dir on a disk, not on a tmpfs")
+        raise common.Failed(f"{share:.0%} of the files in {folder} stay in the page cache: give --dir on a disk, not on a tmpfs")
 
 
 def direct_read(folder, n_bytes, n_chunk=8 << 20):
@@ -175,26 +144,25 @@ def main():
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     rng = random.Random(1)
-    plan = subprocess.run([args.kvist, "serve", "--model", args.model, "--context", str(args.tokens), "--dry-run", "--json"],
-                          capture_output=True, text=True, check=True)
-    plan = json.loads(plan.stdout)
+    plan = json.loads(common.output([args.kvist, "serve", "--model", args.model, "--context", args.tokens, "--dry-run", "--json"]))
     token_bytes = plan["bound"]["kv_cache"] / plan["cache_tokens"]
-    folder = tempfile.mkdtemp(dir=args.dir)
-    disk = ["--tier-disk", folder + "/blocks", "--tier-disk-size", "4GiB"]
-    redis = redis_url = None
-    if shutil.which("redis-server"):
-        port = free_port()
-        redis = subprocess.Popen(["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder],
-                                 stdout=subprocess.DEVNULL)
-        redis_url = f"redis://127.0.0.1:{port}/bench"
     figures = {}
 
     def note(name, seconds, cached, source):
         figures.setdefault(name, []).append(seconds)
         print(f"{name:14} {seconds:8.3f} s   {cached} of {args.tokens} tokens cached {source or ''}", flush=True)
 
-    try:
-        tiers = ["--tier-ram", "4GiB", *disk] + (["--tier-store", redis_url] if redis else [])
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder, contextlib.ExitStack() as stack:
+        disk = ["--tier-disk", folder + "/blocks", "--tier-disk-size", "4GiB"]
+        redis = None
+        if shutil.which("redis-server"):
+            port = common.free_port()
+            command = ["redis-server", "--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+            store = stack.enter_context(common.Group("redis-server", command, talks=True))
+            while "Ready to accept connections" not in store.line(time.monotonic() + 30, "it was ready"):
+                pass
+            redis = f"redis://127.0.0.1:{port}/bench"
+        tiers = ["--tier-ram", "4GiB", *disk] + (["--tier-store", redis] if redis else [])
         with Server(args.kvist, args.model, args.tokens, *tiers) as server:
             texts = [server.text(rng, args.tokens) for _ in range(2)]
             prompts = [text + letter for text, letter in texts]
@@ -221,14 +189,14 @@ def main():
                 leave_page_cache(folder + "/blocks")
                 note("direct reads", direct_read(folder + "/blocks", cached * token_bytes), cached, "")
         if redis:
-            with Server(args.kvist, args.model, args.tokens, "--tier-store", redis_url) as server:
+            with Server(args.kvist, args.model, args.tokens, "--tier-store", redis) as server:
                 for i in range(args.rounds):
                     seconds, _, cached, source = server.complete(prompts[i % 2])
                     note("tier: Redis", seconds, cached, source)
         text, frozen = folder + "/prefix.txt", folder + "/prefix.kvp"
         pathlib.Path(text).write_text(texts[0][0])
         freeze = [args.kvist, "prefix", "freeze", "--raw", "--quiet", "--model", args.model, "--text", text, "--out", frozen]
-        subprocess.run(freeze, check=True, stdout=subprocess.DEVNULL)
+        common.output(freeze)
         for _ in range(args.rounds):
             # A new process each time: its first prompt.
             with Server(args.kvist, args.model, args.tokens, "--prefix", frozen) as server:
@@ -245,11 +213,6 @@ def main():
             print(f"{row}: {medians[row] / bound:.2f} of one step + 1.4 x direct reads")
         if args.json:
             pathlib.Path(args.json).write_text(json.dumps({"figures": figures, "token_bytes": token_bytes}, indent=1))
-    finally:
-        if redis:
-            redis.kill()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-if __name__ == "__main__":
-    main()
+common.script(main)

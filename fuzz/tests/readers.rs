@@ -234,7 +234,7 @@ fn readers_stops() {
     bolero::check!().with_iterations(10 * ITERATIONS).for_each(stops);
 }
 
-/// Rewrites the committed corpus: `cargo test -p kvist-fuzz -- --ignored write_corpus`.
+/// Rewrites the committed corpus: `cargo test -p kvist-fuzz -- --ignored write_readers_corpus`.
 #[test]
 #[ignore = "writes files into the source tree"]
 fn write_readers_corpus() {

@@ -6,7 +6,10 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 if [ -z "${KVIST:-}" ]; then
     cargo build --release --manifest-path "$here/../../Cargo.toml" -p kvist
+    KVIST=${CARGO_TARGET_DIR:-$here/../../target}/release/kvist
 fi
+KVIST=$(realpath "$KVIST")
+export KVIST
 # aiperf has an environment of its own: it pins what the others have newer.
 for pair in .venv:requirements.txt .venv-load:requirements-load.txt; do
     env=$here/${pair%%:*} wanted=$here/${pair##*:}

@@ -7,7 +7,8 @@ import urllib.error
 import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-KVIST = os.environ.get("KVIST") or str(ROOT / "target/release/kvist")
+TARGET = pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
+KVIST = os.environ.get("KVIST") or str(TARGET / "release/kvist")
 EMBEDDED = ROOT / "crates/model/embedded/tiny-rust-7m.gguf"
 
 

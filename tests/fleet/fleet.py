@@ -1,6 +1,7 @@
 """Workers, routers, and what a client sees of them."""
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -16,10 +17,25 @@ MODEL = "tiny-rust-7m"
 PATIENCE = 900
 
 
+# Below the ports that the system gives to outgoing connections, so that none of these takes a port before its worker listens.
+_lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+_ports = list(range(max(1024, _lowest - 12000), _lowest)) or list(range(1024, 65536))
+random.shuffle(_ports)
+
+
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that is free now, and that no earlier call has returned."""
+    while _ports:
+        port = _ports.pop()
+        with socket.socket() as listener:
+            # A connection that has ended a moment ago does not occupy the port.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("all ports are in use")
 
 
 def until(what, is_true):
@@ -64,8 +80,11 @@ class Worker:
         return call(self.url + path, body, bearer(self.key))
 
     def metric(self, name):
+        """The value of a metric, summed over its labels."""
         lines = self.call("/metrics").splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{")]
+        assert values, f"there is no metric {name}"
+        return sum(values)
 
     def complete(self, prompt):
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
@@ -89,7 +108,9 @@ class Router:
         program = Path(sys.executable).parent / kind
         command = [program, *(["launch"] if kind == "smg" else []), "--host", "127.0.0.1", "--port", self.port,
                    "--prometheus-port", free_port(), "--policy", policy, "--log-level", "debug",
-                   "--health-check-interval-secs", 1, "--health-failure-threshold", 2, "--worker-urls",
+                   # A worker that shuts down is still alive (/health), and takes no more requests (/ready).
+                   "--health-check-endpoint", "/ready", "--health-check-interval-secs", 1,
+                   "--health-failure-threshold", 2, "--worker-urls",
                    *(worker.url for worker in workers)]
         if kind == "vllm-router":
             # Without the second one a worker that has failed is left out for a minute.

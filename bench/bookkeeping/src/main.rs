@@ -1,4 +1,5 @@
-//! The bookkeeping of 4,096-token prompts, ours and kvbm-logical's, in turns in one run. One core; medians.
+//! The bookkeeping of 4,096-token prompts, ours and kvbm-logical's, in turns in one run. One core; medians. kvbm-logical takes
+//! part with two of its backends, `lru` and its default, `lineage`; in each row the faster one counts.
 //!
 //! What is compared, for a prompt of 4,096 tokens in blocks of 16 (256 blocks) and of 1:
 //! - `hash`: what kvbm-logical computes from the tokens before it can look anything up. We compare tokens instead.
@@ -9,7 +10,6 @@
 //! - `evict`: the same in a full pool, so that as many blocks have to go.
 //! - `fork`: a second holder of a running sequence of 4,096 tokens, and back.
 use dynamo_tokens::TokenBlockSequence;
-use kvbm_logical::manager::FrequencyTrackingCapacity;
 use kvbm_logical::{BlockManager, BlockRegistry, KvbmSequenceHashProvider, SequenceHash};
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::*;
@@ -24,23 +24,31 @@ const ROUNDS: usize = 15;
 #[derive(Clone, Debug)]
 struct Tier;
 
+/// The backends of kvbm-logical's pool of unused blocks that decide by recency or by position. Neither reads how often a block was used, so
+/// no frequency tracker is attached.
+#[derive(Clone, Copy, Debug)]
+enum Backend {
+    Lru,
+    Lineage,
+}
+const BACKENDS: [Backend; 2] = [Backend::Lru, Backend::Lineage];
+
 struct Theirs {
     manager: BlockManager<Tier>,
     block_tokens: u32,
 }
 
 impl Theirs {
-    fn new(n_blocks: u32, block_tokens: u32) -> Self {
-        let tracker = FrequencyTrackingCapacity::Medium.create_tracker();
-        let registry = BlockRegistry::builder().frequency_tracker(tracker).build();
-        let manager = BlockManager::<Tier>::builder()
+    fn new(backend: Backend, n_blocks: u32, block_tokens: u32) -> Self {
+        let builder = BlockManager::<Tier>::builder()
             .block_count(n_blocks as usize)
             .block_size(block_tokens as usize)
-            .registry(registry)
-            .with_lru_backend()
-            .build()
-            .expect("it can be built");
-        Theirs { manager, block_tokens }
+            .registry(BlockRegistry::builder().build());
+        let builder = match backend {
+            Backend::Lru => builder.with_lru_backend(),
+            Backend::Lineage => builder.with_lineage_backend(),
+        };
+        Theirs { manager: builder.build().expect("it can be built"), block_tokens }
     }
     fn hashes(&self, tokens: &[u32]) -> Vec<SequenceHash> {
         let sequence = TokenBlockSequence::from_slice(tokens, self.block_tokens, Some(1337));
@@ -110,24 +118,32 @@ impl Random {
     }
 }
 
-/// Median microseconds per item of both sides, which take turns.
-fn compare(n_items: usize, mut ours: impl FnMut(usize), mut theirs: impl FnMut(usize)) -> (f64, f64) {
-    let (mut a, mut b) = (Vec::new(), Vec::new());
+/// Median microseconds per item: ours, theirs with the faster backend, and which one that is.
+type Times = (f64, f64, Backend);
+
+/// All sides take turns. `theirs` is called with the index of a backend.
+fn compare(n_items: usize, mut ours: impl FnMut(usize), mut theirs: impl FnMut(usize, usize)) -> Times {
+    let mut times = [const { Vec::new() }; 1 + BACKENDS.len()];
     for _ in 0..ROUNDS {
-        for (times, side) in [(&mut a, &mut ours as &mut dyn FnMut(usize)), (&mut b, &mut theirs)] {
+        for (side, times) in times.iter_mut().enumerate() {
             let begin = Instant::now();
-            (0..n_items).for_each(&mut *side);
+            match side.checked_sub(1) {
+                None => (0..n_items).for_each(&mut ours),
+                Some(backend) => (0..n_items).for_each(|i| theirs(backend, i)),
+            }
             times.push(begin.elapsed().as_secs_f64() * 1e6 / n_items as f64);
         }
     }
-    a.sort_by(f64::total_cmp);
-    b.sort_by(f64::total_cmp);
-    (a[ROUNDS / 2], b[ROUNDS / 2])
+    let [ours, lru, lineage] = times.map(|mut times: Vec<f64>| {
+        times.sort_by(f64::total_cmp);
+        times[ROUNDS / 2]
+    });
+    if lru < lineage { (ours, lru, Backend::Lru) } else { (ours, lineage, Backend::Lineage) }
 }
 
-fn row(block_tokens: u32, what: &str, (ours, theirs): (f64, f64)) {
+fn row(block_tokens: u32, what: &str, (ours, theirs, backend): Times) {
     println!(
-        "| {block_tokens} | {what} | {ours:.2} | {:.0} | {theirs:.2} | {:.1}× |",
+        "| {block_tokens} | {what} | {ours:.2} | {:.0} | {theirs:.2} ({backend:?}) | {:.1}× |",
         1e6 / ours,
         theirs / ours
     );
@@ -141,12 +157,13 @@ fn main() {
         let mut random = Random(7);
         let prompts = random.prompts(N_PROMPTS);
         let n_blocks = per_prompt * (N_PROMPTS as u32 + 2);
-        let (mut ours, theirs) = (Ours::new(n_blocks, block_tokens), Theirs::new(n_blocks, block_tokens));
+        let mut ours = Ours::new(n_blocks, block_tokens);
+        let theirs = BACKENDS.map(|backend| Theirs::new(backend, n_blocks, block_tokens));
         for prompt in &prompts {
             ours.insert(prompt);
-            theirs.insert(prompt);
+            theirs.iter().for_each(|theirs| theirs.insert(prompt));
         }
-        let hashes: Vec<_> = prompts.iter().map(|prompt| theirs.hashes(prompt)).collect();
+        let hashes: Vec<_> = prompts.iter().map(|prompt| theirs[0].hashes(prompt)).collect();
         let wanted = (per_prompt - 1) * block_tokens; // the last token is always computed
         let check = |hit: u32| assert_eq!(hit, wanted);
         let n = N_PROMPTS;
@@ -154,15 +171,17 @@ fn main() {
         let hash = compare(
             n,
             |_| (),
-            |i| {
-                black_box(theirs.hashes(&prompts[i]));
+            |backend, i| {
+                black_box(theirs[backend].hashes(&prompts[i]));
             },
         );
         println!("| {block_tokens} | hash | none | | {:.2} | |", hash.1);
         let look_up = compare(
             n,
             |i| check(ours.cache.lookup("", &Content::Tokens(&prompts[i])).hit_tokens),
-            |i| assert_eq!(theirs.manager.match_blocks(&hashes[i]).len(), per_prompt as usize),
+            |backend, i| {
+                assert_eq!(theirs[backend].manager.match_blocks(&hashes[i]).len(), per_prompt as usize)
+            },
         );
         row(block_tokens, "look up (theirs: match without hashing)", look_up);
         let matched = compare(
@@ -171,7 +190,8 @@ fn main() {
                 check(ours.open(&Content::Tokens(&prompts[i])));
                 ours.close(A);
             },
-            |i| {
+            |backend, i| {
+                let theirs = &theirs[backend];
                 assert_eq!(
                     theirs.manager.match_blocks(&theirs.hashes(&prompts[i])).len(),
                     per_prompt as usize
@@ -186,7 +206,9 @@ fn main() {
                 ours.grow(0, PROMPT);
                 ours.close(A);
             },
-            |_| drop(theirs.manager.allocate_blocks(per_prompt as usize).expect("there is room")),
+            |backend, _| {
+                drop(theirs[backend].manager.allocate_blocks(per_prompt as usize).expect("there is room"))
+            },
         );
         row(block_tokens, "allocate+free", allocated);
         let round = compare(
@@ -197,7 +219,8 @@ fn main() {
                 ours.grow(hit, FOLLOWING_BLOCKS * block_tokens);
                 ours.close(A);
             },
-            |i| {
+            |backend, i| {
+                let theirs = &theirs[backend];
                 let matched = theirs.manager.match_blocks(&theirs.hashes(&prompts[i]));
                 let fresh = theirs.manager.allocate_blocks(FOLLOWING_BLOCKS as usize).expect("there is room");
                 drop((matched, fresh));
@@ -207,14 +230,16 @@ fn main() {
 
         let hit = ours.open(&Content::Tokens(&prompts[0]));
         ours.grow(hit, PROMPT - hit);
-        let matched = theirs.manager.match_blocks(&hashes[0]);
+        let matched = theirs.each_ref().map(|theirs| theirs.manager.match_blocks(&hashes[0]));
         let forked = compare(
             n,
             |_| {
                 ours.cache.sequences().expect("many").fork(A, B).expect("it is free");
                 ours.close(B);
             },
-            |_| drop(black_box(matched.iter().map(|block| block.clone()).collect::<Vec<_>>())),
+            |backend, _| {
+                drop(black_box(matched[backend].iter().map(|block| block.clone()).collect::<Vec<_>>()))
+            },
         );
         row(block_tokens, "fork", forked);
         drop(matched);
@@ -224,18 +249,19 @@ fn main() {
         for (what, share) in [("insert", 1), ("evict", 4)] {
             let fresh = random.prompts(n * ROUNDS);
             let n_blocks = per_prompt * (fresh.len() as u32 / share + 2);
-            let (mut ours, theirs) = (Ours::new(n_blocks, block_tokens), Theirs::new(n_blocks, block_tokens));
+            let mut ours = Ours::new(n_blocks, block_tokens);
+            let theirs = BACKENDS.map(|backend| Theirs::new(backend, n_blocks, block_tokens));
             if share > 1 {
                 for prompt in &random.prompts(fresh.len() / share as usize + 2) {
                     ours.insert(prompt);
-                    theirs.insert(prompt);
+                    theirs.iter().for_each(|theirs| theirs.insert(prompt));
                 }
             }
-            let (mut next, mut their_next) = (fresh.iter(), fresh.iter());
+            let (mut next, mut their_next) = (fresh.iter(), BACKENDS.map(|_| fresh.iter()));
             let times = compare(
                 n,
                 |_| ours.insert(next.next().expect("enough prompts")),
-                |_| theirs.insert(their_next.next().expect("enough prompts")),
+                |backend, _| theirs[backend].insert(their_next[backend].next().expect("enough prompts")),
             );
             row(block_tokens, what, times);
         }

@@ -3,15 +3,17 @@
 tokens per second and of how many times as fast kvist is.
 
     bench/rivals/engines/install.sh && bench/rivals/engines/compare.py [--rounds 3] [--only prefill,decode] [--weights q4_0]
+    bench/rivals/engines/compare.py --readme --rounds 10        # the rows that the README shows
 
 All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads it as W8A8 (int8), CTranslate2 in its own int8, the
 others as q8_0. kvist has four columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO
 in 8; kvist is measured with the same as each rival. With other --weights than q8_0, the rivals are those that read such a file:
-vLLM does for bf16 alone. llama.cpp is there if bench/rivals/install.sh has built it; the fastest of its builds counts. An engine that waits
+vLLM does for bf16 alone. vLLM runs without torch.compile, unless --vllm-compiled adds it as another rival. llama.cpp is there if bench/rivals/install.sh has built it; the fastest of its builds counts. An engine that waits
 is stopped (SIGSTOP), because idle engines spin on the cores. The table has medians over the rounds. x is the median of the rounds'
 own ratios, with the second smallest and the second largest of them in brackets (of fewer than four rounds the smallest and the
 largest): kvist beside the rival whose median is highest. With one column and one rival the two are measured directly after each
-other, in alternating order. The load average stands beside each row.
+other, in alternating order. The load average stands beside each row. Every contestant computes a prompt of 512 tokens before it is
+measured.
 """
 import argparse
 import http.client
@@ -21,13 +23,24 @@ import pathlib
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
 
-import common
-import rows
-from common import ENGINES, HERE, MODELS, Failed, python, run
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+import common  # noqa: E402
+import rows  # noqa: E402
+from common import ENGINES, MODELS, Failed, python, run  # noqa: E402
+
+IK = ENGINES / "ik/build/bin"
+# What measures the rows that the README shows: prompts and batches beside vLLM and OpenVINO, then one sequence beside ik_llama.cpp.
+README = [
+    ["--rivals", "vllm", "--columns", "int8 fast,int8", "--only", "prefill", "--depth", "512"],
+    ["--rivals", "vllm,openvino", "--columns", "int8 fast,int8,q8_0 fast", "--only", "prefill at,cold,8 ", "--depth", "4096"],
+    *(["--rivals", "ik", "--weights", weights, "--columns", weights, "--only", "decode", "--depth", "512"] for weights in ("q8_0", "q4_0", "q4_k")),
+]
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--kvist", default=common.ROOT / "target/release/kvist")
@@ -39,10 +52,13 @@ parser.add_argument("--weights", default="q8_0", choices=["q8_0", "q4_0", "q4_k"
 parser.add_argument("--columns", help="kvist's columns; without it: `q8_0,q8_0 fast,int8,int8 fast`, with other --weights `WEIGHTS,WEIGHTS fast`")
 parser.add_argument("--depth", type=int, default=4096, help="tokens before those that are measured")
 parser.add_argument("--timeout", type=float, default=600, help="seconds that an engine has for a row, or to start")
-parser.add_argument("--ik", type=lambda path: pathlib.Path(path).resolve(), default=ENGINES / "ik/build/bin", help="folder of ik_llama.cpp's programs")
+parser.add_argument("--ik", type=lambda path: pathlib.Path(path).resolve(), default=IK, help="folder of ik_llama.cpp's programs")
+parser.add_argument("--vllm-compiled", action="store_true", help="vLLM with torch.compile, too: it starts minutes later")
+parser.add_argument("--readme", action="store_true", help="measure the rows that the README shows, by several runs of this script")
 parser.add_argument("--json", type=pathlib.Path, help="every single figure into this file")
 args = parser.parse_args()
-LLAMA = common.ROOT / "bench/target/rivals"
+if args.readme and args.json:
+    parser.error("--readme is several runs, and --json keeps one")
 COLUMNS = [args.weights, f"{args.weights} fast"] + (["int8", "int8 fast"] if args.weights == "q8_0" else [])
 
 
@@ -70,16 +86,13 @@ class Engine(common.Group):
                 return found[key]
 
     def measure(self, row):
-        self.signal(signal.SIGCONT)
-        try:
-            self.process.stdin.write(row + "\n")
-            self.process.stdin.flush()
-        except OSError as error:
-            raise Failed(f"{self.name} has ended: {error}") from error
-        try:
-            return self.until("tokens_per_s", f"`{row}`")
-        finally:
-            self.signal(signal.SIGSTOP)
+        with self.awake():
+            try:
+                self.process.stdin.write(row + "\n")
+                self.process.stdin.flush()
+            except OSError as error:
+                raise Failed(f"{self.name} has ended: {error}; {common.end_of(self.log)}") from error
+            return self.until("tokens_per_s", f"`{row}` was measured")
 
 
 class Kvist:
@@ -96,25 +109,20 @@ class Kvist:
                         "--threads", args.threads, "--runs", 2 if depth else 5, "--json", *self.fast])
             found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
             return next(entry["tokens_per_s"] for entry in found if "tokens_per_s" in entry)
-        command = [args.kvist, "serve", "-m", self.model, "--port", "0", "-q", "--threads", args.threads, "--name", "kvist", "--kv", self.kv,
-                   "--context", "40000", "--max-batch", "16", "--max-batch-tokens", "512", *self.fast]
-        server = common.Group("kvist serve", command, ENGINES / "kvist.log", talks=True)
-        try:
-            said = server.line(time.monotonic() + args.timeout, "it was ready")
-            address = said.split()[-1].removeprefix("http://")
-            self.ask(address, [rows.tokens(16)], 4)
-            return rows.measure(lambda prompts, n: self.ask(address, prompts, n), row)
-        finally:
-            server.close()
+        flags = ["--threads", args.threads, "--name", "kvist", "--kv", self.kv, "--context", "40000", "--max-batch", "16",
+                 "--max-batch-tokens", "512", *self.fast]
+        with common.Kvist(args.kvist, *flags, model=self.model, timeout=args.timeout) as server:
+            rows.warm_up(lambda prompts, n: self.ask(server, prompts, n))
+            return rows.measure(lambda prompts, n: self.ask(server, prompts, n), row)
 
-    def ask(self, address, prompts, n):
+    def ask(self, server, prompts, n):
         first, last, began = [None] * len(prompts), [0.0] * len(prompts), time.monotonic()
         errors = []
 
         def one(i):
             body = {"model": "kvist", "prompt": prompts[i], "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": True}
             try:
-                connection = http.client.HTTPConnection(address, timeout=args.timeout)
+                connection = server.connect(args.timeout)
                 connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
                 response = connection.getresponse()
                 if response.status != 200:
@@ -130,7 +138,7 @@ class Kvist:
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
         if errors or None in first:
-            raise Failed(f"kvist serve: {errors[0] if errors else 'an answer without text'}; {common.end_of(ENGINES / 'kvist.log')}")
+            raise Failed(f"kvist serve: {errors[0] if errors else 'an answer without text'}; {common.end_of(server.log)}")
         return first, last
 
 
@@ -142,6 +150,7 @@ class Ik:
 
     def measure(self, row):
         options = ["-m", self.model, "-b", 512, "-ub", 512, "-t", args.threads, "-fa", "on", "-rtr"]
+        # llama-batched-bench warms up by itself.
         if row == "8 sequences":
             text = run([args.ik / "llama-batched-bench", *options, "-c", 2048, "-npp", 16, "-ntg", 32, "-npl", 8], cwd=ENGINES)
             lines = [line for line in text.splitlines() if re.match(r"\|\s+16 \|\s+32 \|\s+8 \|", line)]
@@ -151,6 +160,8 @@ class Ik:
         if not row.startswith(("prefill", "decode")):
             raise Failed("not measured")
         depth = int((row.partition(" at ")[2]) or 0)
+        # It computes a batch of 512 tokens before it measures. Its other warm-up, a single token, would take a cell that this batch needs.
+        options += ["--warmup-batch", "--no-warmup"]
         text = run([args.ik / "llama-sweep-bench", *options, "-c", depth + 512, "-n", 32, "-ctk", self.kv, "-ctv", self.kv, "--output-format", "jsonl"],
                    cwd=ENGINES)  # which writes a log where it runs
         found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -196,7 +207,10 @@ def rivals():
     every, weights = rows.names(args.depth), args.weights
     if python("vllm") and weights in ("q8_0", "bf16"):
         own = "int8" if weights == "q8_0" else weights
-        yield f"vLLM {own}", 16, every, lambda: Engine("vllm", [python("vllm"), HERE / "on_vllm.py", model(own), args.depth])
+        command = [python("vllm"), HERE / "on_vllm.py", model(own), args.depth]
+        yield f"vLLM {own}", 16, every, lambda: Engine("vllm", command)
+        if args.vllm_compiled:
+            yield f"vLLM {own}, compiled", 16, every, lambda: Engine("vllm-compiled", [*command, "compiled"])
     if python("openvino") and weights != "bf16":
         yield f"OpenVINO {weights}", 8, every, lambda: Engine("openvino", [python("openvino"), HERE / "on_openvino.py", model(weights), args.threads])
     if python("ctranslate2") and weights == "q8_0":
@@ -206,13 +220,31 @@ def rivals():
         few = [row for row in every if row.startswith(("prefill", "decode", "8 seq"))]
         yield f"ik_llama.cpp {weights}", 16, few, lambda: Ik(model(weights, "gguf"), "f16")
         yield f"ik_llama.cpp {weights}, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Ik(model(weights, "gguf"), "q8_0")
-    if programs := sorted(LLAMA.glob("llama-*/build/bin/llama-bench")):
+    if programs := [path / "build/bin/llama-bench" for path in common.llama_builds()]:
         few = [row for row in every if row.startswith(("prefill", "decode"))]
         yield f"llama.cpp {weights}", 16, few, lambda: Llama(programs, model(weights, "gguf"), "f16")
         yield f"llama.cpp {weights}, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Llama(programs, model(weights, "gguf"), "q8_0")
 
 
+def readme():
+    """Runs this script once for each part of the README, with the same program, threads and rounds. A part that fails does not end the others."""
+    rest = ["--kvist", args.kvist, "--rounds", args.rounds, "--threads", args.threads, "--timeout", args.timeout, "--ik", args.ik]
+    failed = 0
+    for options in README:
+        print("\ncompare.py " + " ".join(f'"{part}"' if " " in part else part for part in options) + "\n", flush=True)
+        child = subprocess.Popen([sys.executable, __file__, *options, *common.strings(rest)])
+        try:
+            failed |= child.wait()
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+    return failed
+
+
 def main():
+    if args.readme:
+        return readme()
     every = rows.names(args.depth)
     wanted = [row for row in every if any(part in row for part in args.only.split(","))]
     columns = args.columns.split(",") if args.columns else COLUMNS
@@ -226,6 +258,10 @@ def main():
             names = ", ".join(rival[0] for rival in there) or "none"
             sys.exit(f"compare.py: no engine{part and f' for `{part}`'} in {ENGINES}; there are: {names}. bench/rivals/engines/install.sh makes them")
     chosen = [rival for rival in there if any(part in rival[0].lower() for part in asked)]
+    named = dict.fromkeys(rival[0].split()[0] for rival in chosen)
+    setting = common.setting([name for name in named if name != "ik_llama.cpp" or args.ik == IK], args.kvist)
+    if "ik_llama.cpp" in named and args.ik != IK:
+        setting += f" ik_llama.cpp in {args.ik}."
     others = common.busy()
     contestants = {}  # (name, bits of K and V) -> (rows, contestant)
     for bits, kv in ((16, "f16"), (8, "q8")):
@@ -261,8 +297,11 @@ def main():
                 engine.close()
         if args.json:
             plain = {row: {f"{name}, {bits}": list(found.values()) for (name, bits), found in columns.items()} for row, columns in values.items()}
-            args.json.write_text(json.dumps(plain, indent=1) + "\n")
+            settings = {key: str(value) for key, value in vars(args).items()}
+            args.json.write_text(json.dumps({"setting": setting, "settings": settings, "rows": plain}, indent=1) + "\n")
+    print(setting)
     table(values, columns)
+    return 0
 
 
 def in_turns(keys, turn):
@@ -307,4 +346,4 @@ def table(values, columns):
             print(f"| {row} | {bits} | {' | '.join(cells)} | {named} | {load:.1f} |")
 
 
-main()
+common.script(main)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""vLLM's CPU backend in this process: `on_vllm.py FOLDER DEPTH`: a Hugging Face folder (W8A8 of compressed-tensors, or bf16), and
-the longest context of the rows. See rows.py."""
+"""vLLM's CPU backend in this process: `on_vllm.py FOLDER DEPTH [compiled]`: a Hugging Face folder (W8A8 of compressed-tensors, or bf16), and
+the longest context of the rows. Without `compiled`, torch.compile is off (`enforce_eager`). See rows.py."""
 import os
 import sys
 import time
@@ -15,7 +15,7 @@ if __name__ == "__main__":
     from vllm import LLM, SamplingParams
 
     engine = LLM(model=sys.argv[1], dtype="bfloat16", max_model_len=int(sys.argv[2]) + 4096, skip_tokenizer_init=True, enable_prefix_caching=True,
-                 enforce_eager=True, max_num_seqs=16, max_num_batched_tokens=512, enable_chunked_prefill=True,
+                 enforce_eager=sys.argv[3:] != ["compiled"], max_num_seqs=16, max_num_batched_tokens=512, enable_chunked_prefill=True,
                  disable_log_stats=True).llm_engine
     asked = 0
 

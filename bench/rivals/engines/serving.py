@@ -14,7 +14,6 @@ A run's figures are aiperf's: output tokens per second from the first request to
 time per output token after it (TPOT, a mean per request). Runs in which a request fails, or has another length, are reported as failed.
 """
 import argparse
-import http.client
 import json
 import os
 import pathlib
@@ -22,14 +21,13 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
-import time
 
-import common
-from common import ENGINES, Failed
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+import common  # noqa: E402
+from common import ENGINES, Failed  # noqa: E402
 
 
 def span(text):
@@ -127,55 +125,19 @@ def load(where, seed, conversations):
     return requests, tokens
 
 
-def free_port():
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return chosen.getsockname()[1]
-
-
-class Server(common.Group):
+class Server(common.Server):
     """A server that is stopped while it is not measured."""
 
     def __init__(self, name, command, env, log):
-        self.port = free_port()
-        super().__init__(name, [*command, "--host", "127.0.0.1", "--port", self.port], log, env)
-        try:
-            self.wait(time.monotonic() + args.timeout)
-        except BaseException:
-            self.close()
-            raise
+        self.port = common.free_port()
+        super().__init__(name, [*command, "--host", "127.0.0.1", "--port", self.port], self.port, args.timeout, log=log, env=env)
         self.signal(signal.SIGSTOP)
 
-    def wait(self, deadline):
-        """Until the server is ready."""
-        while self.process.poll() is None:
-            try:
-                if self.ask("GET", "/health", timeout=2)[0] == 200:
-                    return
-            except (OSError, http.client.HTTPException):
-                pass
-            if time.monotonic() > deadline:
-                raise Failed(f"{self.name} was not ready after {args.timeout:.0f} s; {common.end_of(self.log)}")
-            time.sleep(0.5)
-        raise Failed(f"{self.name} ended before it was ready; {common.end_of(self.log)}")
-
-    def ask(self, method, path, body=None, timeout=300):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        try:
-            connection.request(method, path, body, {"content-type": "application/json"} if body else {})
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
-
     def prompt_tokens(self, line):
-        """What the server counts for a request; warms it up, too."""
+        """What the server counts for a request. The request also warms the server up."""
         body = json.loads(line) | {"max_tokens": 8, "stream": False}
         del body["stream_options"]
-        status, answer = self.ask("POST", "/v1/chat/completions", json.dumps(body))
-        if status != 200:
-            raise Failed(f"{self.name} answers {status}: {answer[:500].decode(errors='replace')}; {common.end_of(self.log)}")
-        return json.loads(answer)["usage"]["prompt_tokens"]
+        return self.post("/v1/chat/completions", body)["usage"]["prompt_tokens"]
 
 
 def kvist(model):
@@ -248,6 +210,7 @@ def main():
         sys.exit(f"serving.py: no vllm or no aiperf in {ENGINES}: run bench/rivals/engines/install.sh")
     WORK.mkdir(parents=True, exist_ok=True)
     model, servers, rounds = folder(), [], []
+    setting = common.setting([*(["vLLM"] if "vLLM" in args.only else []), "aiperf"], args.kvist)
     try:
         others = common.busy()
         for name, start in (("kvist", kvist), ("vLLM", vllm)):
@@ -257,9 +220,8 @@ def main():
         lines = [line for file in sorted((WORK / "warm-up").iterdir()) for line in file.read_text().splitlines()]
         counts = {}
         for server in servers:
-            server.signal(signal.SIGCONT)
-            counts[server.name] = [server.prompt_tokens(line) for line in lines]
-            server.signal(signal.SIGSTOP)
+            with server.awake():
+                counts[server.name] = [server.prompt_tokens(line) for line in lines]
         if len(set(map(tuple, counts.values()))) > 1:
             raise Failed(f"the servers count other tokens for the same prompts: {counts}")
         print(f"others take {others:.0%} of the cores", file=sys.stderr)
@@ -268,26 +230,25 @@ def main():
             expected, tokens = load(requests, args.seed + turn, args.conversations)
             rounds.append({})
             for server in servers[turn % 2:] + servers[:turn % 2]:
-                server.signal(signal.SIGCONT)
                 before = os.getloadavg()[0]
                 try:
-                    found = drive(server, model, requests, expected, tokens)
+                    with server.awake():
+                        found = drive(server, model, requests, expected, tokens)
                 except Failed as error:
                     print(f"round {turn + 1}: {server.name}: {error}", file=sys.stderr, flush=True)
                     continue
-                finally:
-                    server.signal(signal.SIGSTOP)
                 rounds[-1][server.name] = found | {"load before": before, "load after": os.getloadavg()[0]}
                 print(f"round {turn + 1}: {server.name}: {json.dumps({k: round(v, 2) for k, v in rounds[-1][server.name].items()})}",
                       file=sys.stderr, flush=True)
-    except (Failed, OSError, http.client.HTTPException) as error:
+    except OSError as error:
         sys.exit(f"serving.py: {type(error).__name__}: {error}")
     finally:
         for server in servers:
             server.close()
         if args.json:
             settings = {key: str(value) for key, value in vars(args).items()}
-            args.json.write_text(json.dumps({"settings": settings, "rounds": rounds}, indent=1) + "\n")
+            args.json.write_text(json.dumps({"setting": setting, "settings": settings, "rounds": rounds}, indent=1) + "\n")
+    print(setting)
     table(rounds)
 
 
@@ -297,7 +258,7 @@ def table(rounds):
     print("| | kvist | vLLM | x |")
     print("|---|--:|--:|---|")
     for name, (_, _, more) in FIGURES.items():
-        values = {who: [found[who][name] for found in rounds if who in found] for who in ("kvist", "vLLM")}
+        values = {server: [found[server][name] for found in rounds if server in found] for server in ("kvist", "vLLM")}
         cells = [f"{statistics.median(found):.1f}" if found else "" for found in values.values()]
         pairs = [(found["kvist"][name], found["vLLM"][name]) for found in rounds if len(found) == 2]
         ratios = [own / other if more else other / own for own, other in pairs]
@@ -306,9 +267,9 @@ def table(rounds):
     print("\n| round | server | requests | failed | seconds | CPU of the server, of the client, s | load before, after |")
     print("|--:|---|--:|--:|--:|--:|--:|")
     for number, found in enumerate(rounds, 1):
-        for who, run in found.items():
-            print(f"| {number} | {who} | {run['requests']:.0f} | {run['failed']} | {run['seconds']:.0f} "
+        for server, run in found.items():
+            print(f"| {number} | {server} | {run['requests']:.0f} | {run['failed']} | {run['seconds']:.0f} "
                   f"| {run['server CPU, s']:.0f}, {run['client CPU, s']:.0f} | {run['load before']:.1f}, {run['load after']:.1f} |")
 
 
-main()
+common.script(main)
