@@ -6,19 +6,21 @@
 mod ahead;
 mod buffer;
 mod clock;
+mod copies;
 mod graphs;
 mod launches;
+mod open;
 mod recording;
 
 use crate::compiler::Compiler;
-use crate::devices::{driver, summary};
-use crate::ffi::{Arena, Code, Context, DeviceMemory, Event, PinnedMemory, Stream};
+use crate::failed;
+use crate::ffi::{Arena, Code, Context, Event, Stream};
 use crate::kernels::{self, Target};
-use crate::{Installation, Options, failed};
 use ahead::{Ahead, Copies};
 pub use buffer::Buf;
 use buffer::Memory;
 use clock::Clock;
+use copies::Staging;
 use kvist_device::{DeviceError, HostBlock};
 use kvist_gpu::{
     Args, BufferCopy, Compiled, Driver, Failure, Form, GemmTile, HostMemory, Kernel, Limits, Routed, lock,
@@ -34,10 +36,6 @@ use std::time::{Duration, Instant};
 
 /// How long a submission may run before it counts as hung.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// Kernels count words in 32 bits, and 4 GiB are enough for one part.
-const MAX_PART_BYTES: u64 = (1 << 32) - 16;
-/// Pinned memory that writes pass through.
-const STAGING_BYTES: usize = 4 << 20;
 
 /// What was submitted.
 #[derive(Clone, Debug)]
@@ -45,13 +43,6 @@ pub struct Submission {
     /// A point behind it; `None` if there was no event for it, and what was submitted has ended.
     end: Option<Arc<Event>>,
     marks: Arc<Vec<Event>>,
-}
-
-/// Pinned memory in which writes wait for their copies.
-#[derive(Debug)]
-struct Staging {
-    memory: PinnedMemory,
-    used: usize,
 }
 
 /// A GPU that was opened.
@@ -80,70 +71,6 @@ pub struct CudaDriver {
 }
 
 impl CudaDriver {
-    /// Opens GPU `index`, or the first one that can run models.
-    ///
-    /// # Errors
-    /// There is no driver, no NVRTC, no such GPU, or it lacks something.
-    pub fn open(
-        installation: &Installation,
-        index: Option<usize>,
-        options: Options,
-    ) -> Result<Self, DeviceError> {
-        let cuda = driver(installation)?;
-        let error = |code: Code| failed(cuda.text(code));
-        let n = cuda.n_devices().map_err(error)?;
-        let found = match index {
-            Some(index) if index >= n => {
-                return Err(failed(format!(
-                    "there is no GPU {index}, the machine has {n} (`kvist devices` lists them)"
-                )));
-            }
-            Some(index) => summary(&cuda, index).map_err(error)?,
-            None => {
-                let all: Vec<_> =
-                    (0..n).map(|index| summary(&cuda, index)).collect::<Result<_, _>>().map_err(error)?;
-                let usable = all.iter().position(|found| found.missing.is_none()).unwrap_or(0);
-                let none = || failed("the driver finds no GPU: look at `nvidia-smi`, or use `--backend cpu`");
-                all.into_iter().nth(usable).ok_or_else(none)?
-            }
-        };
-        if let Some(what) = &found.missing {
-            return Err(failed(format!("GPU {}, {}, cannot run models: {what}", found.index, found.name)));
-        }
-        let version = cuda.version().map_err(error)?;
-        let compiler = Compiler::new(installation, found.compute_capability, version)
-            .map_err(|what| failed(what.to_string()))?;
-        let warpgroups = options.warpgroups && compiler.has_warpgroups();
-        let device = cuda.device(found.index).map_err(error)?;
-        let context = Context::new(&cuda, device).map_err(error)?;
-        let memory = context.pin(STAGING_BYTES as u64).map_err(error)?;
-        Ok(CudaDriver {
-            kernels: Compiled::default(),
-            staging: Mutex::new(Staging { memory, used: 0 }),
-            stream: context.stream().map_err(error)?,
-            copies: Copies::new(context.stream().map_err(error)?),
-            compiler,
-            limits: Limits {
-                max_binding_bytes: MAX_PART_BYTES,
-                max_part_bytes: MAX_PART_BYTES.min(options.max_part_bytes),
-                max_workgroup_bytes: found.max_shared_bytes,
-                max_attend_rows: kernels::ROWS,
-                batch_invariant: options.deterministic,
-                unified_memory: found.integrated,
-                adapter: found.name,
-            },
-            multiprocessors: u32::try_from(found.multiprocessors).unwrap_or(1).max(1),
-            graphs: options.graphs && context.has_graphs(),
-            overlap: options.overlap && context.has_overlap() && found.compute_capability.0 >= 9,
-            warpgroups,
-            context,
-            failure: Failure::new(Self::NAME),
-            meter: Mutex::default(),
-            counted: Default::default(),
-            clock: Mutex::default(),
-        })
-    }
-
     /// Free and total bytes of the GPU's memory, as the driver says now.
     ///
     /// # Errors
@@ -203,55 +130,6 @@ impl CudaDriver {
         let function = function
             .map_err(|code| format!("the kernel {name} cannot be loaded: {}", self.context.text(code)))?;
         Ok(Arc::new(Loaded { function, name, threads: target.threads(kernel), shared_bytes }))
-    }
-
-    fn copy_now(&self, copy: &BufferCopy<'_, Self>) -> Result<(), DeviceError> {
-        self.copy_on(&self.stream, (copy.from, copy.from_byte), (copy.to, copy.to_byte), copy.bytes)
-    }
-
-    fn copy_on(
-        &self,
-        stream: &Stream,
-        (from, from_byte): (&Buf, u64),
-        (to, to_byte): (&Buf, u64),
-        bytes: u64,
-    ) -> Result<(), DeviceError> {
-        let copied = match (&*from.0, &*to.0) {
-            (Memory::Device(from), Memory::Device(to)) => stream.copy(from, from_byte, to, to_byte, bytes),
-            (Memory::Device(from), Memory::Results(to)) => {
-                stream.download(from, from_byte, to.memory(), to_byte, bytes)
-            }
-            (Memory::Device(from), Memory::Arena(to)) => {
-                stream.download(from, from_byte, to.memory(), to_byte, bytes)
-            }
-            (Memory::Arena(from), Memory::Device(to)) => {
-                stream.upload(from.memory(), from_byte as usize, to, to_byte, bytes as usize)
-            }
-            (Memory::Source(from), Memory::Device(to)) => {
-                let (first, len) = (from_byte as usize, bytes as usize);
-                stream.upload(lock(from).memory(), first, to, to_byte, len)
-            }
-            _ => return Err(self.fail("a copy between buffers of the host".into())),
-        };
-        self.kept("copy", copied)
-    }
-
-    /// Copies bytes through pinned memory, which is used again once the copies before have ended.
-    fn upload(&self, to: &DeviceMemory, mut at: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        let mut staging = lock(&self.staging);
-        for chunk in bytes.chunks(STAGING_BYTES) {
-            if staging.used + chunk.len() > STAGING_BYTES {
-                let event = self.kept("upload", self.stream.event(false))?;
-                self.until_done(&event)?;
-                staging.used = 0;
-            }
-            let first = staging.used;
-            staging.memory.bytes_mut()[first..first + chunk.len()].copy_from_slice(chunk);
-            staging.used += chunk.len();
-            self.kept("upload", self.stream.upload(staging.memory.memory(), first, to, at, chunk.len()))?;
-            at += chunk.len() as u64;
-        }
-        Ok(())
     }
 
     /// Waits for an event. Decode steps are short, so the first wait spins.

@@ -2,79 +2,39 @@
 //!
 //! wgpu reports most errors through a callback. The first one is kept, and `check` returns it from then on.
 mod bind_groups;
+mod buffers;
 mod clock;
-mod options;
+mod open;
+mod pipelines;
 mod recording;
 #[cfg(test)]
 mod tests;
 
-use crate::adapters::{
-    AdapterMemory, IMMEDIATES, all, best, binding_bytes, has_cooperative, instance, missing,
-};
+use crate::adapters::AdapterMemory;
 use crate::ffi;
 use crate::kernels::Target;
 use bind_groups::BindGroups;
+pub use buffers::Buf;
 use clock::{CLOCK, Clock, MAX_MARKS};
 use kvist_device::DeviceError;
 use kvist_gpu::{
     Args, BufferCopy, Compiled, Driver, Failure, Form, GemmTile, HostMemory, Kernel, Limits, Routed,
 };
-pub use options::OpenOptions;
+pub use open::OpenOptions;
+use pipelines::Pipeline;
 pub use recording::Recording;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, mpsc};
 use std::time::Duration;
-
-/// What is used where an adapter has it: a clock, buffers in the host's memory that kernels bind, subgroups, and cooperative matrices.
-const OPTIONAL: wgpu::Features =
-    CLOCK.union(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS).union(wgpu::Features::SUBGROUP).union(COOPERATIVE);
-/// What products of cooperative matrices need, beside subgroups.
-const COOPERATIVE: wgpu::Features =
-    wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX.union(wgpu::Features::SHADER_F16);
 
 /// Dispatches of a step that the device gets at once: first a few, so that it begins soon, then more, because every submission costs some
 /// 50 us of the host's time.
 const FIRST_DISPATCHES: u32 = 16;
 const DISPATCHES: u32 = 64;
 
-/// So many workgroups of attention fill a GPU. wgpu does not say how many multiprocessors one has.
-fn attend_blocks(kind: wgpu::DeviceType) -> u32 {
-    match kind {
-        wgpu::DeviceType::DiscreteGpu | wgpu::DeviceType::VirtualGpu => 256,
-        wgpu::DeviceType::IntegratedGpu | wgpu::DeviceType::Other => 64,
-        wgpu::DeviceType::Cpu => 16,
-    }
-}
-
 fn failed(what: impl Into<String>) -> DeviceError {
     DeviceError::Failed { device: Wgpu::NAME, what: what.into() }
-}
-
-/// A buffer on the device. Its id never names another buffer.
-#[derive(Debug)]
-pub struct Buf {
-    raw: wgpu::Buffer,
-    id: u64,
-    bind_groups: Arc<BindGroups>,
-    /// Whether there may be bind groups with it.
-    is_bound: AtomicBool,
-}
-
-impl Drop for Buf {
-    fn drop(&mut self) {
-        if *self.is_bound.get_mut() {
-            self.bind_groups.drop_those_of(self.id);
-        }
-    }
-}
-
-/// A compiled kernel.
-#[derive(Debug)]
-struct Pipeline {
-    raw: wgpu::ComputePipeline,
-    bindings: wgpu::BindGroupLayout,
-    id: u64,
 }
 
 /// What was submitted, and whether it has ended.
@@ -106,105 +66,6 @@ pub struct Wgpu {
 }
 
 impl Wgpu {
-    /// Opens adapter `index`, or the best one.
-    ///
-    /// # Errors
-    /// There is no adapter, not so many, or it lacks something.
-    pub fn open(index: Option<usize>, options: &OpenOptions) -> Result<Self, DeviceError> {
-        let instance = instance();
-        let mut adapters = all(&instance);
-        if adapters.is_empty() {
-            return Err(failed(
-                "there is no adapter: install a driver with Vulkan (Debian and Ubuntu: mesa-vulkan-drivers, which also \
-                 has lavapipe for machines without a GPU; NVIDIA: its own driver with libvulkan1), or use `--backend cpu`",
-            ));
-        }
-        let n = adapters.len();
-        let index = match index {
-            Some(index) if index < n => index,
-            Some(index) => {
-                let what =
-                    format!("there is no adapter {index}, the machine has {n} (`kvist devices` lists them)");
-                return Err(failed(what));
-            }
-            None => best(&adapters),
-        };
-        let adapter = adapters.swap_remove(index);
-        let name = adapter.get_info().name;
-        if let Some(what) = missing(&adapter) {
-            return Err(failed(format!("adapter {index}, {name}, cannot run models: {what}")));
-        }
-        let limits = adapter.limits();
-        let cooperative = options.cooperative && !options.deterministic && has_cooperative(&adapter);
-        let subgroups = options.subgroups && adapter.features().contains(wgpu::Features::SUBGROUP);
-        let mut optional = adapter.features() & OPTIONAL;
-        optional.set(COOPERATIVE, cooperative);
-        // Kernels with cooperative matrices ask for the number of a subgroup, too.
-        optional.set(wgpu::Features::SUBGROUP, subgroups || cooperative);
-        let descriptor = wgpu::DeviceDescriptor {
-            label: Some("kvist"),
-            experimental_features: if cooperative {
-                ffi::experimental()
-            } else {
-                wgpu::ExperimentalFeatures::disabled()
-            },
-            required_features: wgpu::Features::IMMEDIATES | optional,
-            required_limits: limits.clone(),
-            memory_hints: wgpu::MemoryHints::MemoryUsage,
-            ..Default::default()
-        };
-        let opened = pollster::block_on(adapter.request_device(&descriptor));
-        let (device, queue) = opened.map_err(|error| failed(format!("adapter {index}, {name}: {error}")))?;
-        let failure = Failure::new(Self::NAME);
-        let kept = failure.clone();
-        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
-            kept.keep(error.to_string());
-        }));
-        let kept = failure.clone();
-        device.set_device_lost_callback(move |_, message| {
-            kept.keep(format!("the device was lost: {message}"));
-        });
-        let unused = [false, true].map(|_| {
-            device.create_buffer(&wgpu::BufferDescriptor {
-                label: Some("unused"),
-                size: 16,
-                usage: wgpu::BufferUsages::STORAGE,
-                mapped_at_creation: false,
-            })
-        });
-        let kind = adapter.get_info().device_type;
-        let unified_memory = [wgpu::DeviceType::IntegratedGpu, wgpu::DeviceType::Cpu].contains(&kind);
-        let target = Target {
-            subgroups,
-            fast: !options.deterministic,
-            bindings: limits.max_storage_buffers_per_shader_stage,
-            cooperative,
-            max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
-        };
-        Ok(Wgpu {
-            adapter,
-            device,
-            queue,
-            limits: Limits {
-                max_binding_bytes: binding_bytes(&limits),
-                max_part_bytes: binding_bytes(&limits).min(options.max_part_bytes),
-                max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
-                max_attend_rows: 32,
-                batch_invariant: options.deterministic,
-                unified_memory,
-                adapter: name,
-            },
-            target,
-            attend_blocks: attend_blocks(kind),
-            pipelines: Compiled::default(),
-            bind_groups: Arc::default(),
-            failure,
-            patience: options.patience,
-            next_id: AtomicU64::new(1),
-            unused,
-        })
-    }
-
     /// The adapter's memory now. `None` if its driver does not say so to kvist.
     pub fn memory(&self) -> Option<AdapterMemory> {
         ffi::memory(&self.adapter)
@@ -217,45 +78,6 @@ impl Wgpu {
 
     fn id(&self) -> u64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
-    }
-
-    fn buffer_for(
-        &self,
-        what: &'static str,
-        bytes: u64,
-        usage: wgpu::BufferUsages,
-    ) -> Result<Buf, DeviceError> {
-        let storage = usage.contains(wgpu::BufferUsages::STORAGE);
-        if storage && bytes > self.limits.max_binding_bytes {
-            let most = self.limits.max_binding_bytes;
-            return Err(DeviceError::Unsupported(format!(
-                "the {what} takes {bytes} bytes in one piece, and this adapter binds at most {most}: use shorter \
-                 steps or less context"
-            )));
-        }
-        let usage = match usage {
-            wgpu::BufferUsages::STORAGE => {
-                usage | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST
-            }
-            wgpu::BufferUsages::MAP_READ => usage | wgpu::BufferUsages::COPY_DST,
-            host => host,
-        };
-        // Kernels read some buffers in vectors of 16 bytes.
-        let size = bytes.next_multiple_of(16).max(16);
-        let out_of_memory = self.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-        let raw = self.device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some(what),
-            size,
-            usage,
-            mapped_at_creation: false,
-        });
-        match pollster::block_on(out_of_memory.pop()) {
-            None => {
-                let bind_groups = self.bind_groups.clone();
-                Ok(Buf { raw, id: self.id(), bind_groups, is_bound: AtomicBool::new(false) })
-            }
-            Some(_) => Err(DeviceError::OutOfMemory { what, bytes }),
-        }
     }
 
     /// The recorder's encoder, outside of any pass.
@@ -272,25 +94,6 @@ impl Wgpu {
         recorder.n_early += 1;
     }
 
-    /// Maps bytes of a buffer that no submission uses any more.
-    fn map(&self, buffer: &wgpu::Buffer, mode: wgpu::MapMode, range: Range<u64>) -> Result<(), DeviceError> {
-        let (mapped, result) = mpsc::channel();
-        buffer.slice(range).map_async(mode, move |done| {
-            let _ = mapped.send(done); // the receiver is gone if this call has failed
-        });
-        // The buffer is free, so this does not wait for steps that are in flight.
-        let _ = self.device.poll(wgpu::PollType::Poll);
-        if let Ok(Ok(())) = result.try_recv() {
-            return self.check();
-        }
-        self.poll(None)?;
-        // The poll of another thread may have taken the mapping, and not have called back yet.
-        match result.recv_timeout(self.patience) {
-            Ok(Ok(())) => Ok(()),
-            other => Err(self.failure.keep(format!("a buffer could not be mapped: {other:?}"))),
-        }
-    }
-
     /// Waits for a submission, or for all.
     fn poll(&self, submission: Option<wgpu::SubmissionIndex>) -> Result<(), DeviceError> {
         self.check()?;
@@ -302,48 +105,6 @@ impl Wgpu {
                 Err(self.failure.keep(format!("a submission did not end within {seconds} s: {error}")))
             }
         }
-    }
-
-    /// The compiled kernel; compiles it at its first use.
-    fn pipeline(&self, kernel: &Kernel) -> Arc<Pipeline> {
-        self.pipelines.get(kernel, || Arc::new(self.compile(kernel)))
-    }
-
-    fn compile(&self, kernel: &Kernel) -> Pipeline {
-        let module = ffi::module(&self.device, kernel.name(), self.target.source(kernel));
-        let entry = |(binding, writes): (usize, &bool)| wgpu::BindGroupLayoutEntry {
-            binding: binding as u32,
-            visibility: wgpu::ShaderStages::COMPUTE,
-            ty: wgpu::BindingType::Buffer {
-                ty: wgpu::BufferBindingType::Storage { read_only: !writes },
-                has_dynamic_offset: false,
-                min_binding_size: None,
-            },
-            count: None,
-        };
-        let entries: Vec<_> = kernel.writes().iter().enumerate().map(entry).collect();
-        let bindings = self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
-            label: Some(kernel.name()),
-            entries: &entries,
-        });
-        let layout = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
-            label: Some(kernel.name()),
-            bind_group_layouts: &[Some(&bindings)],
-            immediate_size: IMMEDIATES,
-        });
-        let raw = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-            label: Some(kernel.name()),
-            layout: Some(&layout),
-            module: &module,
-            entry_point: Some("main"),
-            compilation_options: wgpu::PipelineCompilationOptions {
-                // Kernels write shared memory before they read it.
-                zero_initialize_workgroup_memory: false,
-                ..Default::default()
-            },
-            cache: None,
-        });
-        Pipeline { raw, bindings, id: self.id() }
     }
 }
 

@@ -1,24 +1,22 @@
 //! `kvist chat`: turns, branches, undo.
+mod advice;
+mod commands;
 mod input;
+mod screen;
 mod wrap;
 
 use crate::options::*;
 use crate::{interrupt, json, output};
 use anyhow::Context;
 use input::{Entry, Input};
-use kvist_cache::Refused;
-use kvist_device::StepError;
-use kvist_engine::Error;
 use kvist_engine::chat::{Chat, Turn};
-use kvist_engine::generate::{GenerationEnd, Limits, Observer};
+use kvist_engine::generate::{GenerationEnd, Limits};
 use kvist_engine::memory::RECENT_SEQUENCES;
 use kvist_engine::sampler::Sampler;
 use kvist_engine::session::ModelSession;
 use kvist_engine::speculate::{Counts, Speculator};
+use screen::Screen;
 use serde::Serialize;
-use std::io::IsTerminal;
-use std::path::Path;
-use wrap::Wrap;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -51,25 +49,6 @@ pub struct Args {
     #[arg(long)]
     json: bool,
 }
-
-const HELP: &str = "\
-/fork [NAME]            continue in a new branch; nothing is copied
-/branches               list them
-/switch NAME            continue in another one
-/drop NAME              delete one, and free the cells that only it uses
-/cache                  the contents of the cache, by sequence
-/undo                   remove the last question and its answer
-/system TEXT            system message: the model reads it first
-/save-transcript FILE   write this branch to a file
-/help                   this list
-/quit                   or end of input
-//TEXT                  send /TEXT as a message";
-
-/// Additional help where line editing is available.
-const HELP_WITH_LINES: &str = "
-a \\ at a line's end      continues on the next line
-\\\\ at the end           is a \\, and ends the message
-arrows, Ctrl-R          find what was typed before";
 
 /// `kvist chat --json`, one line per turn
 #[derive(Serialize)]
@@ -193,7 +172,7 @@ fn talk(
         match message.split_once(' ').map_or((message, ""), |(command, rest)| (command, rest.trim())) {
             ("/quit" | "/exit", _) => return Ok(Ended::Quit),
             (command, rest) if command.starts_with('/') && !command.starts_with("//") => {
-                match execute(chat, command, rest, input.edits()) {
+                match commands::execute(chat, command, rest, input.edits()) {
                     Ok(answer) => output::note(&answer),
                     // In a pipe a failed command would go unnoticed, and the following input would go to the wrong
                     // branch.
@@ -244,17 +223,13 @@ fn run_turn(
         ignore_eos: false,
         no_cache: false,
     };
-    let wrap = terminal_width().map(Wrap::new);
-    let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
-    let turn = chat.send(message, sampler, &limits, &mut watch);
+    let mut screen = Screen::new(!args.json);
+    let turn = chat.send(message, sampler, &limits, &mut screen);
     let counts = chat.speculator().map(Speculator::take_counts);
-    watch.end();
-    if let Some(failed) = watch.failed {
-        return Err(Failure::Output(failed));
-    }
+    screen.end().map_err(Failure::Output)?;
     match turn {
         Ok(turn) => report_turn(chat, message, &turn, counts, args, quiet).map_err(Failure::Output),
-        Err(error) => Err(Failure::Turn(explained(error, chat, args.max_tokens))),
+        Err(error) => Err(Failure::Turn(advice::explained(error, chat, args.max_tokens))),
     }
 }
 
@@ -300,10 +275,10 @@ fn report_turn(
             output::note(&json::speculation_summary(counts));
         }
         if g.finish == GenerationEnd::CacheFull {
-            let (used, capacity) = in_use(chat);
+            let (used, capacity) = advice::in_use(chat);
             output::note(&format!(
                 "the cache is full ({used} of {capacity} tokens), and the answer ends here: {}",
-                ways_out(chat, capacity, args.max_tokens)
+                advice::ways_out(chat, capacity, args.max_tokens)
             ));
         }
     }
@@ -313,192 +288,4 @@ fn report_turn(
 /// Tokens that `--keep` has removed from the cache.
 fn removed(chat: &Chat) -> Option<u64> {
     chat.session().config().keep.map(|_| chat.session().removed_tokens())
-}
-
-/// The number of tokens in the cache, and its capacity.
-fn in_use(chat: &Chat) -> (u32, u32) {
-    let groups = chat.session().report();
-    let fullest = groups.iter().max_by_key(|group| group.used_cells);
-    fullest.map_or((0, 0), |group| (group.used_cells, group.capacity_cells))
-}
-
-/// The error of a turn. If the cache was full, it says how full and how to free space.
-fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
-    match error {
-        Error::PromptTooLong { tokens, context } => {
-            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-            anyhow::anyhow!(
-                "the conversation with this turn has {tokens} tokens, and the cache holds {context}; the turn is \
-                 not accepted: {}",
-                ways_out(chat, tokens, max_tokens)
-            )
-        }
-        Error::Step(StepError::Refused(Refused::NoSpace { .. })) => {
-            let (used, capacity) = in_use(chat);
-            anyhow::anyhow!(
-                "the cache holds {capacity} tokens, of which {used} are in use, and this turn needs more than the \
-                 rest; it is not accepted: {}",
-                ways_out(chat, capacity, max_tokens)
-            )
-        }
-        error => error.into(),
-    }
-}
-
-/// Suggestions that make space for a conversation of `tokens` tokens.
-fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
-    let mut ways = vec!["send a shorter message".to_string()];
-    if !chat.current().messages.is_empty() {
-        ways = vec!["/undo removes the last question and its answer".into()];
-    }
-    let current = &chat.current().name;
-    let others: Vec<&str> =
-        chat.branches().iter().map(|branch| branch.name.as_str()).filter(|name| name != current).collect();
-    if !others.is_empty() {
-        ways.push(format!("/switch continues in another branch, /drop deletes one ({})", others.join(", ")));
-    } else if chat.session().config().kind_traits().many_sequences {
-        ways.push("next time, /fork before a digression, so that you can return".into());
-    }
-    let enough = tokens.saturating_add(max_tokens).checked_next_power_of_two().unwrap_or(u32::MAX);
-    let trained = chat.session().model().config().context;
-    let beyond =
-        if enough > trained { format!(" (the model was trained on {trained})") } else { String::new() };
-    ways.push(format!("start again with --context {enough}{beyond}"));
-    ways.push("or with --kind ring --window TOKENS, which never fills".into());
-    ways.join("; ")
-}
-
-/// Columns of the terminal on stdout; `None` elsewhere.
-fn terminal_width() -> Option<usize> {
-    if !std::io::stdout().is_terminal() {
-        return None;
-    }
-    console::Term::stdout().size_checked().map(|(_, columns)| usize::from(columns)).filter(|n| *n > 0)
-}
-
-/// Executes a command; returns the message to show.
-fn execute(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Result<String> {
-    let name = (!rest.is_empty()).then_some(rest);
-    Ok(match command {
-        "/help" => format!("{HELP}{}", if edits { HELP_WITH_LINES } else { "" }),
-        "/fork" => {
-            let before = chat.session().counters().bytes_moved;
-            let branch = chat.fork(name)?.name.clone();
-            format!("on {branch}; {} copied", Bytes(chat.session().counters().bytes_moved - before))
-        }
-        "/branches" => {
-            let current = chat.current().name.clone();
-            let line = |b: &kvist_engine::chat::Branch| {
-                let mark = if b.name == current { '*' } else { ' ' };
-                format!("{mark} {} ({} messages)", b.name, b.messages.len())
-            };
-            chat.branches().iter().map(line).collect::<Vec<_>>().join("\n")
-        }
-        "/switch" => {
-            chat.switch(rest)?;
-            format!("on {rest}")
-        }
-        "/drop" => {
-            chat.drop_branch(rest)?;
-            format!("deleted {rest}")
-        }
-        "/cache" => {
-            let groups = chat.session().report();
-            let one = groups.len() == 1;
-            let text = |(g, report): (usize, &kvist_cache::Report)| {
-                let head = if one { String::new() } else { format!("layer group {g}\n") };
-                head + report.to_string().trim_end()
-            };
-            groups.iter().enumerate().map(text).collect::<Vec<_>>().join("\n")
-        }
-        "/undo" if chat.undo() => "undone".into(),
-        "/undo" => "there is nothing to undo".into(),
-        "/system" => {
-            chat.set_system(name.map(str::to_string))?;
-            "applies from the next turn on".into()
-        }
-        "/save-transcript" => {
-            let path = name.context("name a file: /save-transcript FILE")?;
-            output::write_file(Path::new(path), chat.transcript().as_bytes())?;
-            format!("wrote {path}")
-        }
-        other => anyhow::bail!("there is no {other}; /help lists the commands"),
-    })
-}
-
-struct Watch {
-    stream: bool,
-    /// `Some` at a terminal.
-    wrap: Option<Wrap>,
-    /// The last text shown was reasoning.
-    thinks: bool,
-    /// Some text was shown.
-    began: bool,
-    failed: Option<anyhow::Error>,
-}
-
-impl Watch {
-    fn show(&mut self, text: &str) {
-        if !self.stream {
-            return;
-        }
-        let shown = if self.thinks { output::show_dimmed(text) } else { output::show(text) };
-        if let Err(error) = shown {
-            self.failed = Some(error);
-        }
-    }
-
-    /// Ends the answer: shows the text that is still buffered.
-    fn end(&mut self) {
-        if let Some(rest) = self.wrap.as_mut().map(Wrap::end) {
-            self.show(&rest);
-        }
-    }
-
-    /// Switches between reasoning and answer.
-    fn switch(&mut self, thinks: bool) {
-        if self.thinks == thinks {
-            return;
-        }
-        self.end();
-        self.thinks = thinks;
-        if let Some(wrap) = self.wrap.as_mut().filter(|_| self.began) {
-            let space = wrap.push("\n\n");
-            self.show(&space);
-        }
-    }
-}
-
-impl Observer for Watch {
-    fn prefilled(&mut self, _: usize) -> bool {
-        !interrupt::interrupted()
-    }
-    fn sampled(&mut self) -> bool {
-        !interrupt::interrupted()
-    }
-    /// Shown only at a terminal: a program that reads stdout gets the answer alone.
-    fn reasoning(&mut self, text: &str) -> bool {
-        if self.wrap.is_some() {
-            self.switch(true);
-            self.began = true;
-            let text = output::harmless(text);
-            let text = self.wrap.as_mut().map(|wrap| wrap.push(&text)).unwrap_or_default();
-            self.show(&text);
-        }
-        self.failed.is_none()
-    }
-    fn text(&mut self, text: &str) -> bool {
-        self.switch(false);
-        self.began = true;
-        // Mark control characters before wrapping, because the marks take columns.
-        let text = output::harmless(text);
-        match &mut self.wrap {
-            Some(wrap) => {
-                let text = wrap.push(&text);
-                self.show(&text);
-            }
-            None => self.show(&text),
-        }
-        self.failed.is_none()
-    }
 }

@@ -1,9 +1,10 @@
 //! AVX2 with FMA and F16C (Haswell, Zen and later); with products of bytes where `VNNI` says so (AVX-VNNI: Intel's Alder Lake and
 //! later, which have no AVX-512, and Zen 5). A vector takes two registers.
-use super::products::{dot_quads, dot_two_bytes, quads_per_word, store_two_bytes, sum_of_two_bytes};
+mod by_words;
+
+use super::products::{dot_quads, dot_two_bytes, store_two_bytes, sum_of_two_bytes};
 use super::{Kernel, Simd, Uses};
 use std::arch::x86_64::*;
-use std::hint::black_box;
 
 /// Proof that the CPU supports it; created only by [`detect`](Self::detect), or from one that has more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,35 +178,14 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
             [_mm256_loadu_si256(x), _mm256_loadu_si256(x.add(1))]
         }
     }
-    // Without VNNI bytes are widened to words first: `maddubs` would saturate for codes above 127.
     #[inline(always)]
     fn dot4(self, acc: I, unsigned: I, signed: I) -> I {
-        if VNNI {
-            // SAFETY: `detect` checked the CPU features, VNNI included.
-            return unsafe {
-                [
-                    _mm256_dpbusd_avx_epi32(acc[0], unsigned[0], signed[0]),
-                    _mm256_dpbusd_avx_epi32(acc[1], unsigned[1], signed[1]),
-                ]
-            };
+        if !VNNI {
+            return self.dot4_by_words(acc, unsigned, signed);
         }
-        // SAFETY: `detect` checked the CPU features.
-        unsafe {
-            let low = _mm256_set1_epi16(255);
-            let dot = |acc, u, s| {
-                let even = _mm256_madd_epi16(
-                    _mm256_and_si256(u, low),
-                    _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(s)),
-                );
-                let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(u), _mm256_srai_epi16::<8>(s));
-                _mm256_add_epi32(acc, _mm256_add_epi32(even, odd))
-            };
-            [dot(acc[0], unsigned[0], signed[0]), dot(acc[1], unsigned[1], signed[1])]
-        }
+        // SAFETY: `detect` checked the CPU features, VNNI included.
+        unsafe { [0, 1].map(|i| _mm256_dpbusd_avx_epi32(acc[i], unsigned[i], signed[i])) }
     }
-    // Without VNNI: an instruction multiplies sixteen words and adds the products in pairs. Bytes would need two products, and codes
-    // of 8 bits would have to become words for both. First the even codes of all rows, then the odd ones: beside the sums sixteen
-    // registers hold no more.
     #[inline(always)]
     fn dot_units<const R: usize, const C: usize>(
         self,
@@ -214,26 +194,9 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         units: impl Fn(usize, usize) -> i32,
     ) {
         if VNNI {
-            return dot_two_bytes(self, sums, codes, units);
-        }
-        for c in 0..C {
-            for part in 0..2 {
-                // SAFETY: `detect` checked the CPU features.
-                unsafe {
-                    let words = |codes| match part {
-                        0 => _mm256_and_si256(codes, _mm256_set1_epi16(255)),
-                        _ => _mm256_srli_epi16::<8>(codes),
-                    };
-                    let words = [words(codes[c][0]), words(codes[c][1])];
-                    for r in 0..R {
-                        let units = _mm256_set1_epi32(units(r, part));
-                        let [sum, _] = &mut sums[r][c];
-                        for half in 0..2 {
-                            sum[half] = _mm256_add_epi32(sum[half], _mm256_madd_epi16(words[half], units));
-                        }
-                    }
-                }
-            }
+            dot_two_bytes(self, sums, codes, units)
+        } else {
+            self.dot_words_of_units(sums, codes, units)
         }
     }
     #[inline(always)]
@@ -242,32 +205,8 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     }
     #[inline(always)]
     fn store_units(self, units: I, parts: [&mut [u8; 16]; 2]) {
-        if VNNI {
-            return store_two_bytes(self, units, parts);
-        }
-        let [first, second] = parts;
-        // SAFETY: `detect` checked the CPU features; both arrays are as long as half a register.
-        unsafe {
-            // Of the four units in every half of a register: the even words, then the odd ones.
-            const NONE: i8 = -128;
-            let to_low =
-                _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE);
-            let to_high =
-                _mm_setr_epi8(NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, 0, 1, 8, 9, 4, 5, 12, 13);
-            let a = _mm256_shuffle_epi8(units[0], _mm256_broadcastsi128_si256(to_low));
-            let b = _mm256_shuffle_epi8(units[1], _mm256_broadcastsi128_si256(to_high));
-            // Quads 0 and 2 are in the lower half now, 1 and 3 in the upper.
-            let order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
-            let quads = _mm256_permutevar8x32_epi32(_mm256_or_si256(a, b), order);
-            _mm_storeu_si128(first.as_mut_ptr().cast(), _mm256_castsi256_si128(quads));
-            _mm_storeu_si128(second.as_mut_ptr().cast(), _mm256_extracti128_si256::<1>(quads));
-        }
+        if VNNI { store_two_bytes(self, units, parts) } else { self.store_words_of_units(units, parts) }
     }
-    // Without VNNI: sums of two products fit into words if the codes have seven bits, and those of several quads if they have fewer.
-    // Codes of 8 bits are signed numbers, whose signs move to x.
-    //
-    // `black_box` hides the length of loops over eight quads: a compiler that knows it loads the inputs of several quads at once, and
-    // sixteen registers do not hold these beside the sums.
     #[inline(always)]
     fn dot_codes<const Q: usize, const N: usize>(
         self,
@@ -276,90 +215,19 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         x: impl Fn(usize, usize) -> i32,
         start: [I; N],
     ) -> [I; N] {
-        if VNNI {
-            return dot_quads(self, codes, x, start);
-        }
-        let rolled = |end: usize| if Q == 8 && N > 1 { black_box(end) } else { end };
-        // SAFETY: `detect` checked the CPU features.
-        unsafe {
-            let (zero, ones) = (_mm256_setzero_si256(), _mm256_set1_epi16(1));
-            let mut sums = if bits == 8 { [[zero; 2]; N] } else { start };
-            match quads_per_word(bits) {
-                1 => {
-                    for q in 0..rolled(Q) {
-                        for half in 0..2 {
-                            let signed = _mm256_xor_si256(codes[q][half], _mm256_set1_epi8(-128));
-                            let unsigned = if bits == 8 { _mm256_abs_epi8(signed) } else { codes[q][half] };
-                            for n in 0..N {
-                                let x = _mm256_set1_epi32(x(q, n));
-                                let x = if bits == 8 { _mm256_sign_epi8(x, signed) } else { x };
-                                let words = _mm256_maddubs_epi16(unsigned, x);
-                                sums[n][half] =
-                                    _mm256_add_epi32(sums[n][half], _mm256_madd_epi16(words, ones));
-                            }
-                        }
-                    }
-                }
-                2 if Q.is_multiple_of(2) => {
-                    for q in 0..rolled(Q) / 2 {
-                        let q = [2 * q, 2 * q + 1];
-                        for n in 0..N {
-                            let x = q.map(|q| _mm256_set1_epi32(x(q, n)));
-                            for half in 0..2 {
-                                let [a, b] = [0, 1].map(|i| _mm256_maddubs_epi16(codes[q[i]][half], x[i]));
-                                let words = _mm256_madd_epi16(_mm256_add_epi16(a, b), ones);
-                                sums[n][half] = _mm256_add_epi32(sums[n][half], words);
-                            }
-                        }
-                    }
-                }
-                per_word => {
-                    let mut first = 0;
-                    while first < Q {
-                        let end = if first + per_word < Q { first + per_word } else { Q };
-                        let mut words = [[zero; 2]; N];
-                        for q in first..rolled(end) {
-                            for half in 0..2 {
-                                for n in 0..N {
-                                    let products =
-                                        _mm256_maddubs_epi16(codes[q][half], _mm256_set1_epi32(x(q, n)));
-                                    words[n][half] = _mm256_add_epi16(words[n][half], products);
-                                }
-                            }
-                        }
-                        for (sum, words) in sums.as_flattened_mut().iter_mut().zip(words.as_flattened()) {
-                            *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(*words, ones));
-                        }
-                        first = end;
-                    }
-                }
-            }
-            sums
-        }
+        if VNNI { dot_quads(self, codes, x, start) } else { self.dot_codes_by_words(bits, codes, x, start) }
     }
-    // Without VNNI: words, two in a lane. Each of eight calls adds up to 2 * 15 * 127 to one.
     #[inline(always)]
     fn dot_nibbles(self, products: I, codes: I, x: i32) -> I {
         if VNNI {
-            return self.dot4(products, codes, self.splat_i(x));
-        }
-        // SAFETY: `detect` checked the CPU features.
-        unsafe {
-            let x = _mm256_set1_epi32(x);
-            let add = |sum, codes| _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));
-            [add(products[0], codes[0]), add(products[1], codes[1])]
+            self.dot4(products, codes, self.splat_i(x))
+        } else {
+            self.dot_nibbles_as_words(products, codes, x)
         }
     }
     #[inline(always)]
     fn add_nibbles(self, sums: I, products: I) -> I {
-        if VNNI {
-            return self.add_i(sums, products);
-        }
-        // SAFETY: `detect` checked the CPU features.
-        unsafe {
-            let add = |sum, words| _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
-            [add(sums[0], products[0]), add(sums[1], products[1])]
-        }
+        if VNNI { self.add_i(sums, products) } else { self.add_words(sums, products) }
     }
     #[inline(always)]
     fn dot2(self, acc: F, a: I, b: I) -> F {
