@@ -40,15 +40,46 @@ pub struct Rig {
 /// Activations of the largest step.
 struct Rows {
     q: Vec<f32>,
-    kv: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
     out: Vec<f32>,
     _reservation: Reservation,
 }
 
-/// A pseudo-random value, uniform in −1..1, by counter: an element has the same value whenever it is generated.
-pub fn element(layer: u64, position: u64, head: u64, lane: u64) -> f32 {
-    let counter = (layer << 48 ^ position << 16 ^ head << 8 ^ lane).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    (mix(counter) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+/// What rows are for.
+#[derive(Clone, Copy, Debug)]
+enum Side {
+    Q,
+    K,
+    V,
+}
+
+impl Rows {
+    /// Generates the rows of `n` tokens from `position` on.
+    fn generate(&mut self, shape: &Shape, layer: u16, position: u32, n: usize) {
+        let head_dim = shape.head_dim as usize;
+        let sides = [
+            (Side::Q, &mut self.q, shape.heads),
+            (Side::K, &mut self.k, shape.kv_heads),
+            (Side::V, &mut self.v, shape.kv_heads),
+        ];
+        for (side, rows, heads) in sides {
+            let rows = rows.chunks_exact_mut(heads as usize * head_dim).take(n);
+            (position..).zip(rows).for_each(|(position, row)| generate(layer, side, position, row));
+        }
+    }
+}
+
+/// A row of a token: all heads. Every layer, side and position has another stream of values, the same in every run.
+fn generate(layer: u16, side: Side, position: u32, row: &mut [f32]) {
+    let seed = mix((u64::from(layer) * 3 + side as u64) << 32 | u64::from(position));
+    (0..).zip(row).for_each(|(i, x)| *x = element(seed, i));
+}
+
+/// Element `i` of a stream of pseudo-random values, uniform in −1..1.
+pub fn element(seed: u64, i: u64) -> f32 {
+    let state = seed.wrapping_add((i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    (mix(state) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
 /// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a good hash of 64 bits.
@@ -79,11 +110,12 @@ impl Rig {
         let pools = Cpu::new(compute.clone()).pools(&spec)?;
         let elements = |n: u32| u64::from(chunk) * u64::from(n) * u64::from(shape.head_dim);
         // q, k, v and the outputs of the largest step.
-        let bytes = (2 * elements(shape.heads) + elements(shape.kv_heads)).saturating_mul(4);
+        let bytes = (2 * elements(shape.heads) + 2 * elements(shape.kv_heads)).saturating_mul(4);
         let reservation = budget.reserve(Purpose::Activations, bytes)?;
-        let ramp = |n: u32| (0..elements(n)).map(|i| element(0, i, 1, 2)).collect();
-        let q: Vec<f32> = ramp(shape.heads);
-        let rows = Rows { out: vec![0.0; q.len()], q, kv: ramp(shape.kv_heads), _reservation: reservation };
+        let zeros = |n: u32| vec![0.0; elements(n) as usize];
+        let (q, out) = (zeros(shape.heads), zeros(shape.heads));
+        let (k, v) = (zeros(shape.kv_heads), zeros(shape.kv_heads));
+        let rows = Rows { q, k, v, out, _reservation: reservation };
         let mut rig = Rig {
             cache: cache(setup.kind, setup.visibility)?,
             narrow: cache("contiguous", Visibility { window: Some(1), sinks: 0 })?,
@@ -124,7 +156,7 @@ impl Rig {
             let plan = step.with_reads();
             anyhow::ensure!(plan.group(GroupId(0)).writes == expected, "the kinds place cells differently");
             self.pools.begin(plan)?;
-            attend(&mut *self.pools, plan, &self.setup, &mut self.rows)?;
+            attend(&mut *self.pools, plan, at, &self.setup, &mut self.rows)?;
             step.commit();
             at += n;
             if !progress(at) {
@@ -164,55 +196,83 @@ impl Rig {
         Ok(true)
     }
 
-    /// Runs one step over all layers, and commits it if `commit`. Returns the time of the layers.
+    /// Runs one step over all layers, and commits it if `commit`. Returns the time of attention.
     pub fn step(&mut self, spans: &[Span<'_>], commit: bool) -> anyhow::Result<Duration> {
+        let position = spans.first().map_or(0, |span| span.start);
         let mut step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
         let plan = step.with_reads();
         self.pools.begin(plan)?;
-        let started = Instant::now();
-        attend(&mut *self.pools, plan, &self.setup, &mut self.rows)?;
-        let taken = started.elapsed();
+        let taken = attend(&mut *self.pools, plan, position, &self.setup, &mut self.rows)?;
         if commit {
             step.commit();
         }
         Ok(taken)
     }
-
-    /// Generates rows of K, V and q, for a step of one sequence.
-    pub fn generate(&mut self, layer: u16, position: u32, n: u32) {
-        let Shape { heads, kv_heads, head_dim, .. } = self.setup.shape;
-        let fill = |rows: &mut [f32], heads: u32, side: u64| {
-            let row = heads as usize * head_dim as usize;
-            for (t, row) in rows.chunks_exact_mut(row).take(n as usize).enumerate() {
-                for (i, x) in row.iter_mut().enumerate() {
-                    let (head, lane) = (i as u64 / u64::from(head_dim), i as u64 % u64::from(head_dim));
-                    *x = element(u64::from(layer) * 2 + side, u64::from(position) + t as u64, head, lane);
-                }
-            }
-        };
-        fill(&mut self.rows.q, heads, 1);
-        fill(&mut self.rows.kv, kv_heads, 0);
-    }
 }
 
-fn attend(pools: &mut dyn Pools, plan: &StepPlan, setup: &Setup, rows: &mut Rows) -> anyhow::Result<()> {
+/// Attention of all layers. Returns its time, without that of generating the rows.
+fn attend(
+    pools: &mut dyn Pools,
+    plan: &StepPlan,
+    position: u32,
+    setup: &Setup,
+    rows: &mut Rows,
+) -> anyhow::Result<Duration> {
     let Shape { layers, heads, kv_heads, head_dim } = setup.shape;
     let n = plan.n_tokens() as usize;
     let (heads, kv_heads, head_dim) = (heads as usize, kv_heads as usize, head_dim as usize);
-    let (q, kv) = (&rows.q[..n * heads * head_dim], &rows.kv[..n * kv_heads * head_dim]);
+    let (of_q, of_kv) = (n * heads * head_dim, n * kv_heads * head_dim);
+    let mut taken = Duration::ZERO;
     for layer in 0..layers {
+        rows.generate(&setup.shape, layer, position, n);
+        let Rows { q, k, v, out, .. } = rows;
+        let started = Instant::now();
         pools.attend(
             plan,
             Attend {
                 layer: LayerId(layer),
-                q: Tensor::dense(q, heads, head_dim),
-                kv: Some((Tensor::dense(kv, kv_heads, head_dim), Tensor::dense(kv, kv_heads, head_dim))),
-                out: TensorMut::dense(&mut rows.out[..n * heads * head_dim], heads, head_dim),
+                q: Tensor::dense(&q[..of_q], heads, head_dim),
+                kv: Some((
+                    Tensor::dense(&k[..of_kv], kv_heads, head_dim),
+                    Tensor::dense(&v[..of_kv], kv_heads, head_dim),
+                )),
+                out: TensorMut::dense(&mut out[..of_q], heads, head_dim),
                 scale: 1.0 / (head_dim as f32).sqrt(),
                 softcap: setup.softcap,
                 sinks: None,
             },
         )?;
+        taken += started.elapsed();
     }
-    Ok(())
+    Ok(taken)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    /// Regression: K and V of all layers were the same rows, and wide heads repeated each other.
+    #[test]
+    fn rows_differ_by_layer_side_and_token() {
+        let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let mut rows = HashSet::new();
+        for layer in 0..8 {
+            for side in [Side::Q, Side::K, Side::V] {
+                for position in 0..100 {
+                    let (mut row, mut again) = ([0.0; 8], [0.0; 8]);
+                    generate(layer, side, position, &mut row);
+                    generate(layer, side, position, &mut again);
+                    assert_eq!(row, again);
+                    assert!(row.iter().all(|x| (-1.0..1.0).contains(x)));
+                    assert!(rows.insert(bits(&row)), "layer {layer}, {side:?}, token {position}");
+                }
+            }
+        }
+        // A row of many wide heads repeats none of them.
+        let mut row = vec![0.0; 4096 * 1024];
+        generate(0, Side::K, 0, &mut row);
+        let heads: HashSet<_> = row.chunks(1024).map(bits).collect();
+        assert_eq!(heads.len(), 4096);
+    }
 }

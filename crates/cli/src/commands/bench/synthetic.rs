@@ -92,7 +92,6 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     while at < total && !interrupt::interrupted() {
         let n = if at < args.prompt { args.chunk.min(args.prompt - at) } else { 1 };
         let before = rig.bytes();
-        rig.generate(0, at, n);
         let taken = rig.step(&[Span::chain(TRUNK, at, n)], true)?;
         at += n;
         if at <= args.prompt {
