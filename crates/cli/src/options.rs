@@ -133,6 +133,9 @@ pub struct ModelArgs {
     /// wrong
     #[arg(long)]
     pub guess_pretokenizer: bool,
+    /// Variables for the chat template, such as '{"enable_thinking": false}'; a request to a server may set others
+    #[arg(long, value_name = "JSON", value_parser = parse_object)]
+    pub chat_template_kwargs: Option<JsonObject>,
     #[command(flatten)]
     pub compute: ComputeArgs,
 }
@@ -160,6 +163,11 @@ impl ModelArgs {
         let mut opened = Opened::open(&source.file, !self.no_mmap)?;
         if self.guess_pretokenizer {
             opened.guess_pretokenizer();
+        }
+        if let Some(kwargs) = &self.chat_template_kwargs {
+            opened
+                .set_template_kwargs(kwargs.clone())
+                .map_err(|error| wrong_usage(format!("--chat-template-kwargs: {error}")))?;
         }
         Ok(named(opened, source))
     }
@@ -213,6 +221,15 @@ fn named(mut opened: Opened, source: &Source) -> Opened {
         opened.rename(typed);
     }
     opened
+}
+
+/// An object in JSON.
+pub type JsonObject = serde_json::Map<String, serde_json::Value>;
+
+fn parse_object(text: &str) -> Result<JsonObject, String> {
+    serde_json::from_str(text).map_err(|error| {
+        format!("expected an object in JSON, such as {{\"enable_thinking\": false}}: {error}")
+    })
 }
 
 /// Upper limit for `--threads`. Every thread has a stack and scratch, and if the system refuses a thread the program

@@ -1,39 +1,42 @@
-//! Generates answers of models whose output is split into channels.
+//! Generates answers of models that separate their reasoning.
 use crate::generate::{GenerateArgs, Generation, Observer, generate};
 use kvist_model::Error;
-use kvist_model::harmony::{ChannelParser, Delta};
+use kvist_model::answers::AnswerSplitter;
+use kvist_model::harmony::Delta;
 
-/// Like [`generate`], for a prompt that ends with the beginning of an answer. If the model answers in channels, the
-/// generation's text is the final answer. Its reasoning goes to [`Observer::reasoning`] and is the second return value.
+/// Like [`generate`], for a prompt that ends with the beginning of an answer. If the model separates its reasoning, the
+/// generation's text is the final answer. The reasoning goes to [`Observer::reasoning`] and is the second return value.
 /// For other models that string is empty.
 pub fn generate_answer(
     args: GenerateArgs<'_>,
     observer: &mut dyn Observer,
 ) -> Result<(Generation, String), Error> {
     let model = args.session.model().clone();
-    let Some(marks) = model.harmony() else {
+    // The end of the prompt may have been computed before.
+    let prompt = [args.before, args.prompt].concat();
+    let Some((splitter, marks)) = AnswerSplitter::new(&model, &prompt) else {
         return Ok((generate(args, observer)?, String::new()));
     };
-    let mut channels = Channels::new(marks, observer);
-    let generation = generate(args, &mut channels)?;
-    let (text, reasoning) = channels.finish();
+    let mut answer = Answer::new(splitter, marks, observer);
+    let generation = generate(args, &mut answer)?;
+    let (text, reasoning) = answer.finish();
     Ok((Generation { text, ..generation }, reasoning))
 }
 
 /// Splits an answer into content and reasoning and passes both on to an observer. The prompt declares no functions, so
 /// a function call counts as content.
-struct Channels<'o> {
+struct Answer<'o> {
     marks: &'o [u32],
-    parser: ChannelParser,
+    splitter: AnswerSplitter,
     observer: &'o mut dyn Observer,
     content: String,
     reasoning: String,
 }
 
-impl<'o> Channels<'o> {
-    fn new(marks: &'o [u32], observer: &'o mut dyn Observer) -> Self {
+impl<'o> Answer<'o> {
+    fn new(splitter: AnswerSplitter, marks: &'o [u32], observer: &'o mut dyn Observer) -> Self {
         let (content, reasoning) = (String::new(), String::new());
-        Channels { marks, parser: ChannelParser::new(false), observer, content, reasoning }
+        Answer { marks, splitter, observer, content, reasoning }
     }
 
     fn emit(&mut self, deltas: Vec<Delta>) -> bool {
@@ -56,13 +59,13 @@ impl<'o> Channels<'o> {
     /// The content and the reasoning.
     fn finish(mut self) -> (String, String) {
         let mut rest = Vec::new();
-        self.parser.finish(&mut rest);
+        self.splitter.finish(&mut rest);
         self.emit(rest);
         (self.content, self.reasoning)
     }
 }
 
-impl Observer for Channels<'_> {
+impl Observer for Answer<'_> {
     fn prefilled(&mut self, tokens: usize) -> bool {
         self.observer.prefilled(tokens)
     }
@@ -71,7 +74,7 @@ impl Observer for Channels<'_> {
     }
     fn text(&mut self, text: &str) -> bool {
         let mut deltas = Vec::new();
-        self.parser.push(text, &mut deltas);
+        self.splitter.push(text, &mut deltas);
         self.emit(deltas)
     }
     fn written(&self) -> &[u32] {
@@ -82,6 +85,8 @@ impl Observer for Channels<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvist_model::harmony::ChannelParser;
+    use kvist_model::thinking::ThinkParser;
 
     #[derive(Default)]
     struct Heard(String, String);
@@ -100,12 +105,25 @@ mod tests {
     #[test]
     fn an_observer_hears_what_is_said_and_what_is_thought() {
         let mut heard = Heard::default();
-        let mut channels = Channels::new(&[], &mut heard);
+        let splitter = AnswerSplitter::Channels(ChannelParser::new(false));
+        let mut channels = Answer::new(splitter, &[], &mut heard);
         assert!(channels.text("<|channel|>analysis<|message|>So"));
         assert!(!channels.text("so."), "it was to stop");
         assert!(channels.text("<|end|><|start|>assistant<|channel|>final<|message|>Yes<"));
         let parsed = channels.finish();
         assert_eq!(parsed, ("Yes<".to_string(), "Soso.".to_string()));
+        assert_eq!((heard.0, heard.1), parsed);
+    }
+
+    #[test]
+    fn an_observer_hears_what_comes_before_and_after_the_block() {
+        let mut heard = Heard::default();
+        let splitter = AnswerSplitter::Thinking(ThinkParser::new(true));
+        let mut answer = Answer::new(splitter, &[], &mut heard);
+        assert!(answer.text("So\n</thi"));
+        assert!(answer.text("nk>\n\nYes"));
+        let parsed = answer.finish();
+        assert_eq!(parsed, ("Yes".to_string(), "So".to_string()));
         assert_eq!((heard.0, heard.1), parsed);
     }
 }

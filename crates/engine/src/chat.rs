@@ -129,7 +129,8 @@ impl Chat {
         let sequences = self.session.cache().sequences();
         let mut sequences = sequences.ok_or_else(|| {
             Error::Usage(
-                "this kind of cache holds one sequence: start with --kind cells or tree to fork".into(),
+                "this kind of cache holds one sequence: start with --kind cells, tree or paged to fork"
+                    .into(),
             )
         })?;
         sequences.fork(parent, seq)?;

@@ -12,6 +12,7 @@ use crate::tools::described::{Role, describe};
 use crate::tools::{AnswerFormat, ToolFormat, Tooling, harmony, text_of};
 use kvist_model::harmony::{END, RETURN};
 use kvist_model::template::Conversation;
+use kvist_model::thinking::ThinkParser;
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{Error, Model};
 use serde_json::{Value, json};
@@ -66,7 +67,8 @@ impl ChatFormat {
         };
         let format = if channels { Some(ToolFormat::Harmony) } else { tools.map(|tools| tools.format) };
         let marks = format.iter().flat_map(|format| format.markers());
-        let marks = marks.filter_map(|mark| model.tokenizer()?.token(mark)).collect();
+        let marks = marks.filter_map(|mark| model.tokenizer()?.token(mark));
+        let marks = marks.chain(model.thinking().into_iter().flatten().copied()).collect();
         ChatFormat { model, tools, channels, marks, grammars: OnceLock::new() }
     }
 
@@ -84,7 +86,12 @@ impl ChatFormat {
     pub fn has_channels(&self) -> bool {
         self.channels
     }
-    /// Control tokens that mark tool calls or channels. They are to be written out as text where answers are parsed.
+    /// Reads the reasoning that the answer to `prompt` may begin with. `None` if the model's answers have none before them.
+    pub fn thinking(&self, prompt: &[u32]) -> Option<ThinkParser> {
+        let marks = self.model.thinking().filter(|_| !self.channels)?;
+        Some(ThinkParser::after(self.model.tokenizer()?, marks, prompt))
+    }
+    /// Control tokens that mark tool calls, channels or reasoning. They are to be written out as text where answers are parsed.
     pub fn marks(&self) -> &[u32] {
         &self.marks
     }

@@ -131,7 +131,13 @@ impl ToolFormat {
 
     /// Parse a whole answer: returns the text outside calls, and the calls.
     pub fn parse(self, text: &str, tools: &[Tool]) -> (String, Vec<ToolCall>) {
-        let format = AnswerFormat { format: self, tools: tools.into(), parallel: true, calls: true };
+        let format = AnswerFormat {
+            format: Some(self),
+            tools: tools.into(),
+            parallel: true,
+            calls: true,
+            ..AnswerFormat::default()
+        };
         let parsed = format.parser().parse(text);
         (parsed.content, parsed.calls)
     }

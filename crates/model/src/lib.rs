@@ -4,6 +4,7 @@
 //! that executes steps. No file and no text can make this crate panic.
 #![deny(unsafe_code)]
 
+pub mod answers;
 pub mod config;
 pub mod embedded;
 pub mod error;
@@ -16,6 +17,7 @@ pub mod halt;
 pub mod harmony;
 mod model;
 pub mod template;
+pub mod thinking;
 pub mod tokenizer;
 pub mod weights;
 

@@ -21,6 +21,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value};
 use minijinja::{Environment, context};
 use std::path::Path;
+use std::sync::Arc;
 
 pub use conversation::Conversation;
 
@@ -43,6 +44,8 @@ pub struct ChatTemplate {
     file: String,
     source: String,
     guarded: guarded::Guarded,
+    /// Variables of every rendering that sets no others.
+    defaults: Arc<serde_json::Map<String, serde_json::Value>>,
     tool_use: Option<Box<ChatTemplate>>,
 }
 
@@ -168,12 +171,31 @@ impl ChatTemplate {
             compiled.ok_or_else(broke)?.map_err(failed)
         })?;
         let guarded = guarded::Guarded::new(environment, NAME).map_err(failed)?;
-        Ok(ChatTemplate { file: file.into(), source: text, guarded, tool_use: None })
+        Ok(ChatTemplate {
+            file: file.into(),
+            source: text,
+            guarded,
+            defaults: Arc::default(),
+            tool_use: None,
+        })
     }
 
     /// Sets the template to use with tools.
     pub fn with_tool_use(self, template: ChatTemplate) -> Self {
         ChatTemplate { tool_use: Some(Box::new(template)), ..self }
+    }
+
+    /// Sets variables for every rendering, such as `enable_thinking`. A conversation's own come before them.
+    ///
+    /// # Errors
+    /// The template sets one of these names itself, or a value is nested too deeply. Nothing is set then.
+    pub fn set_defaults(&mut self, kwargs: serde_json::Map<String, serde_json::Value>) -> Result<(), Error> {
+        conversation::check_kwargs(&kwargs)?;
+        self.defaults = Arc::new(kwargs);
+        if let Some(template) = &mut self.tool_use {
+            template.defaults = self.defaults.clone();
+        }
+        Ok(())
     }
 
     /// Reads `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; `None` if there is neither. For
@@ -254,13 +276,7 @@ impl ChatTemplate {
         conversation: &Conversation<'_>,
         tokenizer: &Tokenizer,
     ) -> Result<String, Error> {
-        if let Some(name) =
-            conversation::RESERVED.into_iter().find(|name| conversation.kwargs.contains_key(*name))
-        {
-            return Err(Error::Usage(format!(
-                "`chat_template_kwargs.{name}` cannot be set: the request sets it"
-            )));
-        }
+        conversation::check_kwargs(conversation.kwargs)?;
         conversation.check_depth()?;
         let bytes = conversation.bytes();
         let mut messages = conversation::messages(conversation.messages)?;
@@ -299,8 +315,9 @@ impl ChatTemplate {
             add_generation_prompt => add_generation_prompt,
             bos_token => tokenizer.bos_text.as_deref().unwrap_or_default(),
             eos_token => tokenizer.eos_text.as_deref().unwrap_or_default(),
-            ..values
+            ..context! { ..values, ..Value::from(Serde(&*self.defaults)) }
         };
+        let bytes = bytes + conversation::weight_of(&self.defaults);
         // minijinja 3.0.5 panics when an empty list or string is reversed, `[][::-1]`. Rendering only reads its input,
         // so a caught panic leaves no inconsistent state.
         let rendered = limits::within(limits::bytes_for(bytes), || quietly(|| self.guarded.render(values)));
@@ -344,10 +361,11 @@ fn without_generation_marks(source: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::ChatTemplate;
+    use super::{ChatTemplate, Conversation};
     use crate::error::Error;
     use crate::halt::Halt;
     use minijinja::{Value, context};
+    use serde_json::json;
 
     /// After a client disconnected, a rendering used to run on to its end, which took 12 s. In this test the template
     /// itself signals the disconnect in the middle of its work.
@@ -379,5 +397,32 @@ mod tests {
         let template = ChatTemplate::new("t", "a").unwrap();
         let rendered = late.run(|| template.fill(context! {}, 0, &tokenizer, false));
         assert!(matches!(rendered, Err(Error::Halted)));
+    }
+
+    /// Also of the template for tools.
+    #[test]
+    fn a_conversation_may_set_what_the_defaults_set() {
+        let tokenizer = crate::tokenizer::tests::tiny();
+        let source =
+            "{{ 'on' if enable_thinking is not defined or enable_thinking else 'off' }}{{ bos_token }}";
+        let template = || ChatTemplate::new("t", source).unwrap();
+        let mut template = template().with_tool_use(template());
+        let object = |value: serde_json::Value| value.as_object().unwrap().clone();
+        let render = |template: &ChatTemplate, kwargs, tools: &[serde_json::Value]| {
+            let kwargs = object(kwargs);
+            let conversation =
+                Conversation { messages: &[], tools, add_generation_prompt: true, kwargs: &kwargs };
+            template.render_conversation(&conversation, &tokenizer).unwrap()
+        };
+        assert!(render(&template, json!({}), &[]).starts_with("on"));
+        template.set_defaults(object(json!({"enable_thinking": false}))).unwrap();
+        for tools in [&[][..], &[json!({"type": "function"})]] {
+            assert!(render(&template, json!({}), tools).starts_with("off"));
+            assert!(render(&template, json!({"enable_thinking": true}), tools).starts_with("on"));
+        }
+        assert!(template.render(&[], &tokenizer, true).unwrap().starts_with("off"));
+        let error = template.set_defaults(object(json!({"messages": []}))).unwrap_err();
+        assert!(error.to_string().contains("chat_template_kwargs.messages"), "{error}");
+        assert!(render(&template, json!({}), &[]).starts_with("off"), "it is as before");
     }
 }

@@ -3,7 +3,8 @@ use crate::errors::{Class, engine};
 use crate::session::Branch;
 use crate::wait::exclusive;
 use kvist_engine::generate::{GenerationEnd, Stepwise};
-use kvist_model::harmony::{ChannelParser, Delta};
+use kvist_model::answers::AnswerSplitter;
+use kvist_model::harmony::Delta;
 use pyo3::prelude::*;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -24,8 +25,8 @@ struct Inner {
     seen: usize,
     /// Tokens that the branch knows.
     told: usize,
-    /// Splits the answers of models that write their reasoning in a channel of its own.
-    channels: Option<ChannelParser>,
+    /// For models that separate their reasoning from the answer.
+    splitter: Option<AnswerSplitter>,
     text: String,
     reasoning: String,
     /// Bytes of `text` that were returned as pieces.
@@ -43,10 +44,14 @@ enum Pass {
 }
 
 impl Generation {
-    pub fn new(branch: Arc<Mutex<Branch>>, stepwise: Stepwise, version: u64, channels: bool) -> Self {
-        let channels = channels.then(|| ChannelParser::new(false));
+    pub fn new(
+        branch: Arc<Mutex<Branch>>,
+        stepwise: Stepwise,
+        version: u64,
+        splitter: Option<AnswerSplitter>,
+    ) -> Self {
         let (text, reasoning) = (String::new(), String::new());
-        let inner = Inner { stepwise, version, seen: 0, told: 0, channels, text, reasoning, shown: 0 };
+        let inner = Inner { stepwise, version, seen: 0, told: 0, splitter, text, reasoning, shown: 0 };
         Generation { branch, inner: Mutex::new(inner), closed: AtomicBool::new(false) }
     }
 
@@ -96,15 +101,15 @@ impl Inner {
     fn take_text(&mut self) {
         let new = &self.stepwise.text()[self.seen..];
         self.seen += new.len();
-        let Some(channels) = &mut self.channels else {
+        let Some(splitter) = &mut self.splitter else {
             self.text += new;
             return;
         };
         let mut deltas = Vec::new();
-        channels.push(new, &mut deltas);
+        splitter.push(new, &mut deltas);
         if self.stepwise.finish().is_some() {
-            channels.finish(&mut deltas);
-            self.channels = None; // the text is complete
+            splitter.finish(&mut deltas);
+            self.splitter = None; // the text is complete
         }
         for delta in deltas {
             match delta {

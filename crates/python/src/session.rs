@@ -12,6 +12,7 @@ use kvist_engine::generate::Stepwise;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::{self, LateOrigin, SavedSession, SavedText};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_model::answers::AnswerSplitter;
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -140,11 +141,10 @@ impl Session {
         })
     }
 
-    /// Begins a generation: of an answer in channels if `answers`, else of plain text.
+    /// Begins a generation: of an answer, whose reasoning is apart, if `answers`; else of plain text.
     pub fn begin(&self, py: Python<'_>, text: Text, wanted: &Wanted, answers: bool) -> PyResult<Generation> {
-        let marks = self.model.harmony().filter(|_| answers);
         let mut sampler = wanted.sampler()?;
-        let (stepwise, version) = without_gil(py, || {
+        let (stepwise, version, splitter) = without_gil(py, || {
             let mut branch = exclusive(SESSION, &self.branch)?;
             let pool = branch.pool.clone();
             let mut core = pool.lock();
@@ -154,6 +154,8 @@ impl Session {
             let held = branch.held(&mut core);
             sampler.observe(&branch.tokens[..held]);
             let prompt = branch.tokens[held..].to_vec();
+            let splitter = answers.then(|| AnswerSplitter::new(&self.model, &branch.tokens)).flatten();
+            let (splitter, marks) = splitter.unzip();
             let session = &mut core.session;
             let made = Stepwise::new(
                 session,
@@ -163,9 +165,9 @@ impl Session {
                 &wanted.limits,
                 marks.unwrap_or_default(),
             );
-            Ok((made.map_err(engine)?, branch.version))
+            Ok((made.map_err(engine)?, branch.version, splitter))
         })?;
-        Ok(Generation::new(self.branch.clone(), stepwise, version, marks.is_some()))
+        Ok(Generation::new(self.branch.clone(), stepwise, version, splitter))
     }
 
     /// Tokens to add to the text.

@@ -33,7 +33,7 @@ pub struct Args {
     source: SourceArgs,
     #[command(flatten)]
     pub cache: CacheArgs,
-    /// How linear layers are stored in memory: as-stored, f32, q8_0
+    /// How linear layers are stored in memory: as-stored, f32, q8_0, int8
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
     weights: WeightFormat,
     /// Memory bandwidth, from which the limit in tokens/s follows

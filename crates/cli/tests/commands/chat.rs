@@ -93,7 +93,7 @@ fn a_command_that_fails_in_a_pipe_ends_the_chat() {
     }
     // A kind that the user names is used, with an error for what it does not support.
     let out = run(&["chat", "-q", "--kind", "contiguous"], b"/fork x\n");
-    assert!(String::from_utf8_lossy(&out.stderr).contains("--kind cells or tree"));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("--kind cells, tree or paged"));
     succeed_with(&["chat", "-q", "--window", "64"], b"/fork x\n");
 }
 

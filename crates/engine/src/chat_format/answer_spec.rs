@@ -6,7 +6,7 @@ use serde_json::Value;
 
 /// How an answer is parsed, and which grammar it must follow.
 pub struct AnswerSpec {
-    /// `None`: the answer is plain text, because there are no channels, and no tools or none may be called.
+    /// `None`: the answer is plain text, because it has no channels and no reasoning, and no tools or none may be called.
     pub format: Option<AnswerFormat>,
     pub constraint: Option<Compiled>,
     /// A tool call is required.
@@ -61,10 +61,26 @@ impl AnswerSpec {
         let grammar = choice.grammar(tooling.format, &tools, parallel)?;
         let tools = tooling.format.tools_for_parsing(described)?.into();
         Ok(AnswerSpec {
-            format: Some(AnswerFormat { format: tooling.format, tools, parallel, calls: true }),
+            format: Some(AnswerFormat {
+                format: Some(tooling.format),
+                tools,
+                parallel,
+                calls: true,
+                ..AnswerFormat::default()
+            }),
             requires_call: grammar.is_some(),
             constraint: grammar.map(|grammar| compile(chat, &grammar)).transpose()?,
         })
+    }
+
+    /// Separates reasoning from the answer to `prompt`, if the model reasons. An answer with a grammar has no reasoning, because the grammar
+    /// allows none.
+    pub fn separate_reasoning(&mut self, chat: &ChatFormat, prompt: &[u32]) {
+        if self.constraint.is_none()
+            && let Some(thinking) = chat.thinking(prompt)
+        {
+            self.format.get_or_insert_default().thinking = Some(thinking);
+        }
     }
 
     /// Returns whether tools may be called.

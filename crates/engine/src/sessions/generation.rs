@@ -100,7 +100,8 @@ impl SessionGeneration {
             let parsed = format.parser().parse(&raw);
             let calls = parsed.calls.iter().enumerate();
             let calls: Vec<Value> = calls.map(|(n, call)| call.to_json(&self.request, 0, n)).collect();
-            let is_text = calls.is_empty() && format.format != ToolFormat::Harmony;
+            let in_channels = format.format == Some(ToolFormat::Harmony);
+            let is_text = calls.is_empty() && parsed.reasoning.is_empty() && !in_channels;
             (!is_text).then(|| parsed.to_message(calls))
         });
         self.guard.end(Instant::now(), |history| {

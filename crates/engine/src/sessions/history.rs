@@ -133,6 +133,13 @@ impl History {
         rendered.text.get(content.byte..)
     }
 
+    /// The number of tokens before the last message, if it is an open answer; otherwise of all.
+    pub fn answer_start(&self) -> usize {
+        let rendered = self.rendered.as_ref().filter(|rendered| rendered.tail.is_none());
+        let open = rendered.and_then(|rendered| rendered.open());
+        open.map_or(self.tokens.len(), |(content, _)| content.token)
+    }
+
     /// Sets how the last message, an answer with the text `raw`, is reported. If its tokens do not decode to
     /// `raw` (tool call marks are control tokens), `shown` also replaces the message that the template renders.
     pub(crate) fn show_last(&mut self, tokenizer: &impl HistoryTokenizer, raw: &str, shown: Value) {

@@ -1,45 +1,61 @@
 //! Separates an answer into content, reasoning and tool calls.
 use super::{Tool, ToolCall, ToolDelta, ToolFormat, ToolParser};
 use kvist_model::harmony::{ChannelParser, Delta};
+use kvist_model::thinking::ThinkParser;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// How to parse the answers of a request.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct AnswerFormat {
-    pub format: ToolFormat,
+    /// `None`: the answer is text.
+    pub format: Option<ToolFormat>,
     pub tools: Arc<[Tool]>,
     pub parallel: bool,
     /// True if calls are allowed. Without calls only channels are separated.
     pub calls: bool,
+    /// Reads the reasoning that may come first.
+    pub thinking: Option<ThinkParser>,
 }
 
 impl AnswerFormat {
     /// Answers in Harmony's channels, in which nothing may be called.
     pub fn channels(parallel: bool) -> Self {
-        AnswerFormat { format: ToolFormat::Harmony, tools: Arc::default(), parallel, calls: false }
+        AnswerFormat { format: Some(ToolFormat::Harmony), parallel, ..Self::default() }
     }
 
     /// A parser at the start of an answer.
     pub fn parser(&self) -> AnswerParser {
-        match self.format {
-            ToolFormat::Harmony => AnswerParser::Channels {
-                parser: ChannelParser::new(self.calls),
-                parallel: self.parallel,
-                calls: 0,
-            },
-            format => AnswerParser::Marked(ToolParser::new(format, self.parallel, self.tools.clone())),
-        }
+        let body = match self.format {
+            None => Body::Text,
+            Some(ToolFormat::Harmony) => {
+                Body::Channels { parser: ChannelParser::new(self.calls), parallel: self.parallel, calls: 0 }
+            }
+            Some(format) => Body::Marked(ToolParser::new(format, self.parallel, self.tools.clone())),
+        };
+        AnswerParser { thinking: self.thinking.clone(), body }
     }
 }
 
 /// Parses an answer incrementally. The result does not depend on how the answer is split into pieces.
 #[derive(Clone, Debug)]
-pub enum AnswerParser {
+pub struct AnswerParser {
+    thinking: Option<ThinkParser>,
+    body: Body,
+}
+
+/// What follows the reasoning.
+#[derive(Clone, Debug)]
+enum Body {
+    Text,
     /// Text with calls inside.
     Marked(ToolParser),
     /// Messages in channels. Without `parallel` only the first call is returned; later ones are dropped.
-    Channels { parser: ChannelParser, parallel: bool, calls: usize },
+    Channels {
+        parser: ChannelParser,
+        parallel: bool,
+        calls: usize,
+    },
 }
 
 /// A complete answer, parsed.
@@ -53,12 +69,20 @@ pub struct ParsedAnswer {
 impl AnswerParser {
     /// Adds a piece of the answer.
     pub fn push(&mut self, piece: &str, out: &mut Vec<ToolDelta>) {
-        self.forward(out, |parser, out| parser.push(piece, out), |parser, out| parser.push(piece, out));
+        let Some(thinking) = &mut self.thinking else { return self.body.push(piece, out) };
+        let mut deltas = Vec::new();
+        thinking.push(piece, &mut deltas);
+        self.body.read(deltas, out);
     }
 
     /// Ends the answer.
     pub fn finish(&mut self, out: &mut Vec<ToolDelta>) {
-        self.forward(out, ToolParser::finish, ChannelParser::finish);
+        if let Some(thinking) = &mut self.thinking {
+            let mut deltas = Vec::new();
+            thinking.finish(&mut deltas);
+            self.body.read(deltas, out);
+        }
+        self.body.finish(out);
     }
 
     /// Parses a complete answer.
@@ -68,19 +92,41 @@ impl AnswerParser {
         self.finish(&mut deltas);
         deltas.into_iter().collect()
     }
+}
 
-    fn forward(
-        &mut self,
-        out: &mut Vec<ToolDelta>,
-        marked: impl FnOnce(&mut ToolParser, &mut Vec<ToolDelta>),
-        channels: impl FnOnce(&mut ChannelParser, &mut Vec<Delta>),
-    ) {
-        let (parser, parallel, calls) = match self {
-            AnswerParser::Marked(parser) => return marked(parser, out),
-            AnswerParser::Channels { parser, parallel, calls } => (parser, *parallel, calls),
+impl Body {
+    /// Takes what comes out of the parser of reasoning.
+    fn read(&mut self, deltas: Vec<Delta>, out: &mut Vec<ToolDelta>) {
+        for delta in deltas {
+            match delta {
+                Delta::Reasoning(text) => out.push(ToolDelta::Reasoning(text)),
+                Delta::Content(text) | Delta::Call { arguments: text, .. } => self.push(&text, out),
+            }
+        }
+    }
+
+    fn push(&mut self, piece: &str, out: &mut Vec<ToolDelta>) {
+        self.forward(out, Some(piece));
+    }
+
+    fn finish(&mut self, out: &mut Vec<ToolDelta>) {
+        self.forward(out, None);
+    }
+
+    /// `None`: the answer ends.
+    fn forward(&mut self, out: &mut Vec<ToolDelta>, piece: Option<&str>) {
+        let (parser, parallel, calls) = match (self, piece) {
+            (Body::Text, Some(piece)) => return out.push(ToolDelta::Content(piece.into())),
+            (Body::Text, None) => return,
+            (Body::Marked(parser), Some(piece)) => return parser.push(piece, out),
+            (Body::Marked(parser), None) => return parser.finish(out),
+            (Body::Channels { parser, parallel, calls }, _) => (parser, *parallel, calls),
         };
         let mut deltas = Vec::new();
-        channels(parser, &mut deltas);
+        match piece {
+            Some(piece) => parser.push(piece, &mut deltas),
+            None => parser.finish(&mut deltas),
+        }
         for delta in deltas {
             match delta {
                 Delta::Content(text) => out.push(ToolDelta::Content(text)),
@@ -135,7 +181,7 @@ mod tests {
         <|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}";
 
     fn harmony(parallel: bool, calls: bool) -> AnswerFormat {
-        AnswerFormat { format: ToolFormat::Harmony, tools: Arc::default(), parallel, calls }
+        AnswerFormat { calls, ..AnswerFormat::channels(parallel) }
     }
 
     #[test]
@@ -162,10 +208,30 @@ mod tests {
     #[test]
     fn other_formats_are_read_as_before() {
         let text = "I look. <tool_call>{\"name\": \"f\"}</tool_call>";
-        let parsed = AnswerFormat { format: ToolFormat::Hermes, ..harmony(true, true) }.parser().parse(text);
+        let hermes = AnswerFormat { format: Some(ToolFormat::Hermes), ..harmony(true, true) };
+        let parsed = hermes.parser().parse(text);
         assert_eq!(
             (parsed.content.as_str(), parsed.calls.len(), parsed.reasoning.as_str()),
             ("I look. ", 1, "")
         );
+    }
+
+    /// A call inside the reasoning is not one.
+    #[test]
+    fn reasoning_comes_before_content_and_calls() {
+        let call = "<tool_call>{\"name\": \"f\"}</tool_call>";
+        let thinking = |inside| Some(ThinkParser::new(inside));
+        let hermes = Some(ToolFormat::Hermes);
+        let answer = format!("I could {call}.</think>\n\nI look. {call}");
+        for (format, inside, text, calls) in [
+            (hermes, true, answer.clone(), 1),
+            (hermes, false, format!("<think>\n{answer}"), 1),
+            (None, true, answer.replace(&format!(". {call}"), ". "), 0),
+        ] {
+            let format = AnswerFormat { format, thinking: thinking(inside), ..harmony(true, true) };
+            let parsed = format.parser().parse(&text);
+            assert_eq!(parsed.reasoning, format!("I could {call}."), "{text}");
+            assert_eq!((parsed.content.as_str(), parsed.calls.len()), ("I look. ", calls), "{text}");
+        }
     }
 }

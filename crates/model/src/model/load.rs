@@ -9,9 +9,11 @@ use crate::files::not_there;
 use crate::generation_config::SamplingDefaults;
 use crate::harmony;
 use crate::template::ChatTemplate;
+use crate::thinking;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Encoding, Gguf, Source, View, WeightFormat};
 use kvist_device::*;
+use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -53,6 +55,7 @@ pub struct Model {
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     harmony: Option<Vec<u32>>,
+    thinking: Option<Vec<u32>>,
     end_tokens: Vec<u32>,
     sampling: SamplingDefaults,
     /// The channel order of the keys, set once a cache has asked for it.
@@ -184,6 +187,14 @@ impl Opened {
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
     }
+    /// See [`ChatTemplate::set_defaults`].
+    ///
+    /// # Errors
+    /// The model has no chat template, or the template sets one of the names.
+    pub fn set_template_kwargs(&mut self, kwargs: Map<String, Value>) -> Result<(), Error> {
+        let none = || Error::Usage("this model has no chat template".into());
+        self.template.as_mut().ok_or_else(none)?.set_defaults(kwargs)
+    }
 
     /// The model's recommended sampling defaults, or the error in them.
     pub fn sampling(&self) -> Result<&SamplingDefaults, &Error> {
@@ -240,6 +251,8 @@ impl Opened {
         }
         let marks = tokenizer.as_ref().zip(template.as_ref());
         let harmony = marks.and_then(|(tokenizer, template)| harmony::marks(tokenizer, template));
+        let thinking = marks.filter(|_| harmony.is_none());
+        let thinking = thinking.and_then(|(tokenizer, template)| thinking::marks(tokenizer, template));
         end_tokens.sort_unstable();
         end_tokens.dedup();
         let sampling = sampling.unwrap_or_default();
@@ -253,6 +266,7 @@ impl Opened {
             tokenizer,
             template,
             harmony,
+            thinking,
             end_tokens,
             sampling,
             channels,
@@ -327,6 +341,7 @@ impl Model {
             tokenizer: None,
             template: None,
             harmony: None,
+            thinking: None,
             end_tokens: Vec::new(),
             sampling: SamplingDefaults::default(),
             channels: OnceLock::new(),
@@ -358,6 +373,10 @@ impl Model {
     /// The control tokens of the [Harmony format](crate::harmony), if the model uses it.
     pub fn harmony(&self) -> Option<&[u32]> {
         self.harmony.as_deref()
+    }
+    /// The tokens around [reasoning](crate::thinking), if the model's answers may begin with it.
+    pub fn thinking(&self) -> Option<&[u32]> {
+        self.thinking.as_deref()
     }
     /// Tokens that end a text.
     pub fn end_tokens(&self) -> &[u32] {

@@ -31,7 +31,7 @@ impl Conversation<'_> {
     /// Approximate size as JSON.
     pub(super) fn bytes(&self) -> usize {
         let lists = self.messages.iter().chain(self.tools).map(weight).sum::<usize>();
-        lists + self.kwargs.iter().map(|(name, value)| name.len() + weight(value)).sum::<usize>()
+        lists + weight_of(self.kwargs)
     }
 
     /// Fails if part of the conversation is nested too deeply; the error names the place.
@@ -41,18 +41,20 @@ impl Conversation<'_> {
                 check_depth(value, &format!("{name}[{at}]"))?;
             }
         }
-        for (name, value) in self.kwargs {
-            check_depth(value, &format!("chat_template_kwargs.{name}"))?;
-        }
         Ok(())
     }
+}
+
+/// Approximate size as JSON.
+pub(super) fn weight_of(kwargs: &Map<String, Value>) -> usize {
+    kwargs.iter().map(|(name, value)| name.len() + weight(value)).sum()
 }
 
 fn weight(value: &Value) -> usize {
     8 + match value {
         Value::String(text) => text.len(),
         Value::Array(items) => items.iter().map(weight).sum(),
-        Value::Object(fields) => fields.iter().map(|(name, value)| name.len() + weight(value)).sum(),
+        Value::Object(fields) => weight_of(fields),
         _ => 0,
     }
 }
@@ -79,8 +81,16 @@ fn check_depth(value: &Value, place: &str) -> Result<(), Error> {
     }
 }
 
+/// Fails if a template has one of these variables already, or if a value is nested too deeply. The error names the variable.
+pub(super) fn check_kwargs(kwargs: &Map<String, Value>) -> Result<(), Error> {
+    if let Some(name) = RESERVED.into_iter().find(|name| kwargs.contains_key(*name)) {
+        return Err(bad(&format!("chat_template_kwargs.{name}"), "cannot be set: the request sets it"));
+    }
+    kwargs.iter().try_for_each(|(name, value)| check_depth(value, &format!("chat_template_kwargs.{name}")))
+}
+
 /// Variables that every template already has.
-pub(super) const RESERVED: [&str; 7] =
+const RESERVED: [&str; 7] =
     ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"];
 
 /// Converts messages for a template. Errors name the place in the request.

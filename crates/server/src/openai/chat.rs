@@ -71,10 +71,6 @@ fn admitted(state: &Arc<ServerState>, caller: &Caller, body: &mut Value) -> Resu
     let choice = fields.tool_choice.as_ref();
     let (chat, response_format) = (&state.chat, fields.response_format.as_ref());
     let mut spec = AnswerSpec::new(chat, chat.has_channels(), tools, choice, parallel, response_format)?;
-    request.constraint = spec.constraint.take();
-    if spec.format.is_some() {
-        request.written = chat.marks().to_vec();
-    }
     if !spec.allows_calls() {
         // The template must not describe tools that may not be called.
         fields.tools = None;
@@ -83,7 +79,13 @@ fn admitted(state: &Arc<ServerState>, caller: &Caller, body: &mut Value) -> Resu
         let kwargs = fields.chat_template_kwargs.get_or_insert_default();
         kwargs.entry(EFFORT).or_insert(effort.into());
     }
-    request.prompts = vec![prompt(state, &fields)?.into()];
+    let prompt = prompt(state, &fields)?;
+    spec.separate_reasoning(chat, &prompt);
+    request.prompts = vec![prompt.into()];
+    request.constraint = spec.constraint.take();
+    if spec.format.is_some() {
+        request.written = chat.marks().to_vec();
+    }
     if state.engine.model().chat_template().is_none() {
         request.stop.push(PLAIN_STOP.into());
     }

@@ -77,13 +77,16 @@ fn prepare(
         Some(tools) => tools.as_slice(),
         None => guard.history.tools(),
     };
-    let (spec, history) = answer_spec(state, &guard.history, &fields, tools)?;
+    let (mut spec, history) = answer_spec(state, &guard.history, &fields, tools)?;
     let prompt = history.as_prompt(&**state, fields.add_generation_prompt)?;
     if prompt.tokens.is_empty() {
         let message = "the session is empty: append `messages`, `text` or `tokens` first";
         return Err(ApiError::new(StatusCode::CONFLICT, "session_empty", message));
     }
     let is_chat = prompt.has_messages() && !prompt.has_tail();
+    if is_chat {
+        spec.separate_reasoning(&state.chat, &prompt.tokens[..prompt.answer_start()]);
+    }
     let kind = if is_chat { "chatcmpl" } else { "cmpl" };
     let mut request = GenerationRequest::new(state, caller, &common, state.new_id(kind), "sessions")?;
     request.constraint = spec.constraint;

@@ -2,11 +2,11 @@
 //!
 //! The embedded model knows no channels. Grammars make it write them, or one request per token with a large
 //! bias that forces the token.
+use crate::marked::marked_model;
 use crate::server::*;
+use kvist_model::Model;
 use kvist_model::harmony::MARKS;
-use kvist_model::{Model, ModelFile};
 use serde_json::{Value, json};
-use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 /// Renders messages like gpt-oss's template.
@@ -29,62 +29,10 @@ const TEMPLATE: &str = r#"<|start|>system<|message|>
 {%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}
 {%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"#;
 
-fn text(text: &str) -> Vec<u8> {
-    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
-}
-
-fn number(bytes: &[u8], at: usize) -> usize {
-    u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize
-}
-
-/// Locates the array under a key of the GGUF file: the offset of its length, and the offsets where its items
-/// begin and end.
-fn list(bytes: &[u8], key: &str, is_text: bool) -> (usize, Vec<usize>) {
-    let key = text(key);
-    let at = bytes.windows(key.len()).position(|window| window == key).unwrap() + key.len() + 4 + 4;
-    let mut ends = vec![at + 8];
-    for _ in 0..number(bytes, at) {
-        let last = *ends.last().unwrap();
-        ends.push(last + if is_text { 8 + number(bytes, last) } else { 4 });
-    }
-    (at, ends)
-}
-
-/// The embedded model with its last tokens replaced by the format's marks, and with a template that uses them.
+/// The embedded model with the format's marks, and with a template that uses them.
 fn harmony() -> Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
-    let load = || {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/embedded/tiny-rust-7m.gguf");
-        let mut bytes = std::fs::read(file).unwrap();
-        let before = bytes.len();
-        let n = MARKS.len();
-        // From last to first, so that earlier offsets stay valid.
-        let (at, ends) = list(&bytes, "tokenizer.ggml.merges", true);
-        let kept = ends.len() - 1 - n;
-        bytes.drain(ends[kept]..*ends.last().unwrap());
-        bytes[at..at + 8].copy_from_slice(&(kept as u64).to_le_bytes());
-        let (_, ends) = list(&bytes, "tokenizer.ggml.token_type", false);
-        for at in &ends[ends.len() - 1 - n..ends.len() - 1] {
-            bytes[*at..at + 4].copy_from_slice(&3_i32.to_le_bytes());
-        }
-        let (_, ends) = list(&bytes, "tokenizer.ggml.tokens", true);
-        let marks = MARKS.map(text).concat();
-        bytes.splice(ends[ends.len() - 1 - n]..*ends.last().unwrap(), marks);
-        let n_keys = number(&bytes, 16) as u64 + 1;
-        bytes[16..24].copy_from_slice(&n_keys.to_le_bytes());
-        let key = [text("tokenizer.chat_template"), 8_u32.to_le_bytes().to_vec()].concat();
-        let mut template = TEMPLATE.to_string();
-        // Keep the alignment of the tensors.
-        while !(bytes.len() + key.len() + 8 + template.len() - before).is_multiple_of(64) {
-            template.insert_str(0, "{#- -#}");
-        }
-        bytes.splice(24..24, [key, text(&template)].concat());
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("harmony.gguf");
-        std::fs::write(&path, bytes).unwrap();
-        load_f32(&ModelFile::Path(path))
-    };
-    MODEL.get_or_init(load).clone()
+    MODEL.get_or_init(|| marked_model(MARKS, TEMPLATE)).clone()
 }
 
 fn start() -> Server {

@@ -44,6 +44,7 @@ pub fn measure(
         no_mmap: false,
         memory: None,
         guess_pretokenizer: false,
+        chat_template_kwargs: None,
         compute: args.compute.clone(),
     };
     let opened = model.open(quiet).context("--measure runs the model, and needs its weights")?;
