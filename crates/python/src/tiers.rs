@@ -128,6 +128,8 @@ pub struct BatchTiers {
 
 /// How long what is on its way to the tiers may take when a batch is closed.
 const FLUSH: Duration = Duration::from_secs(2);
+/// How long the stores may take to end what they are doing then.
+const CLOSING: Duration = Duration::from_secs(60);
 
 impl BatchTiers {
     /// Opens the stores for a batch, and tells its configuration.
@@ -185,7 +187,7 @@ impl BatchTiers {
 
     /// Closes the stores, after the engine's thread has ended.
     pub fn close(self) {
-        self.open.close(FLUSH);
+        self.open.close(CLOSING);
     }
 }
 

@@ -37,7 +37,7 @@ pub(crate) fn watched(stream: TcpStream, connection: Arc<Connection>) -> (Socket
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How long the rest of a refused request may still arrive.
-const LINGER: Duration = Duration::from_secs(5);
+const LINGER: Duration = Duration::from_secs(30);
 
 /// Shuts down the sending side. tokio does this only for a stream that it may change, and this one is shared.
 fn end_sending(stream: &TcpStream) -> io::Result<()> {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 
 /// How long a connection may take to end once all answers are sent.
-const CLOSING_TIME: Duration = Duration::from_secs(2);
+const CLOSING_TIME: Duration = Duration::from_secs(10);
 
 /// How long shutdown waits for the disk to take the rest of a recording.
 const RECORDING_TIME: Duration = Duration::from_secs(10);

@@ -220,14 +220,16 @@ impl RemoteFrames {
 
     async fn lookup(&self, keys: &[BlockKey], within: Duration) -> Result<usize, StoreError> {
         let exists = |key: BlockKey| async move {
-            let exists = self.operator.exists(&path(&key)).await;
+            let path = path(&key);
+            let exists = in_time(|| self.operator.exists(&path)).await;
             exists.map_err(|error| self.failed("look up blocks", &error))
         };
         self.lookups.count(keys, within, exists).await
     }
 
     async fn read(&self, key: &BlockKey) -> Result<Option<Frame>, StoreError> {
-        match self.operator.read(&path(key)).await {
+        let path = path(key);
+        match in_time(|| self.operator.read(&path)).await {
             Ok(buffer) => Ok(Some(Frame::split(buffer.to_bytes()))),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(self.failed("read a block", &error)),
@@ -236,7 +238,8 @@ impl RemoteFrames {
 
     async fn write(&self, key: BlockKey, frame: Frame) -> Result<(), StoreError> {
         let buffer: Buffer = [frame.head, frame.body].into_iter().collect::<Vec<Bytes>>().into();
-        let written = unfinished::write(&self.operator, &path(&key), buffer).await;
+        let path = path(&key);
+        let written = in_time(|| unfinished::write(&self.operator, &path, buffer.clone())).await;
         written.map_err(|error| match is_full(&error) {
             true => {
                 let problem = describe(&error);
@@ -247,7 +250,22 @@ impl RemoteFrames {
     }
 
     async fn delete(&self, key: &BlockKey) -> Result<(), StoreError> {
-        self.operator.delete(&path(key)).await.map_err(|error| self.failed("remove a block", &error))
+        let path = path(key);
+        let deleted = in_time(|| self.operator.delete(&path)).await;
+        deleted.map_err(|error| self.failed("remove a block", &error))
+    }
+}
+
+/// Repeats what a client gave up, as that of Redis does after half a second: the limit of the whole operation counts, and its caller ends it
+/// then.
+async fn in_time<T, F: Future<Output = opendal::Result<T>>>(
+    mut act: impl FnMut() -> F,
+) -> opendal::Result<T> {
+    loop {
+        match act().await {
+            Err(error) if describe(&error).ends_with("timed out") => tokio::task::yield_now().await,
+            done => return done,
+        }
     }
 }
 

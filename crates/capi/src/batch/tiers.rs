@@ -15,6 +15,8 @@ pub(super) struct BatchTiers {
 
 /// How long what is on its way to the tiers may take when a batch is freed.
 const FLUSH: Duration = Duration::from_secs(2);
+/// How long the stores may take to end what they are doing then.
+const CLOSING: Duration = Duration::from_secs(60);
 
 fn not_built(name: &str, what: &str, feature: &str) -> Failure {
     Failure::unsupported(format!(
@@ -99,7 +101,7 @@ impl BatchTiers {
 
     /// Closes the stores, after the engine's thread has ended.
     pub fn close(self) {
-        self.open.close(FLUSH);
+        self.open.close(CLOSING);
     }
 }
 

@@ -17,14 +17,19 @@ pub struct Server {
 impl Server {
     /// Starts `kvist serve` with the environment and stderr of `command`; returns once it listens.
     pub fn spawn(command: &mut Command, args: &[&[&str]]) -> Server {
+        Self::try_spawn(command, args).unwrap_or_else(|ended| panic!("{ended}"))
+    }
+
+    /// Like [`spawn`](Self::spawn). `Err` if the program ends before it listens.
+    pub fn try_spawn(command: &mut Command, args: &[&[&str]]) -> Result<Server, String> {
         command.args(["serve", "--quiet"]).args(args.concat()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();
         stdout.read_line(&mut line).unwrap();
         let address = line.trim_end().rsplit_once("http://");
-        let Some((_, address)) = address else { panic!("{line:?}, then {:?}", child.wait()) };
-        Server { child, address: address.to_string(), _stdout: stdout }
+        let Some((_, address)) = address else { return Err(format!("{line:?}, then {:?}", child.wait())) };
+        Ok(Server { child, address: address.to_string(), _stdout: stdout })
     }
 
     pub fn signal(&self, name: &str) {

@@ -81,6 +81,17 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
     Job { ignore_eos: true, explain: true, ..Job::new(prompt, max_new) }
 }
 
+/// Submits all jobs before the engine takes its next step, however slow this thread is.
+pub async fn submit_together(engine: &Engine, jobs: impl IntoIterator<Item = Job>) -> Vec<GenerationHandle> {
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let submit = async {
+        let all = jobs.into_iter().map(|job| engine.submit(job).unwrap()).collect();
+        drop(go);
+        all
+    };
+    tokio::join!(biased; engine.inspect(move |_| wait.recv()), submit).1
+}
+
 /// All events of a generation.
 #[derive(Debug, Default)]
 pub struct Received {

@@ -76,8 +76,8 @@ async fn the_same_text_in_any_company() {
         config.fit();
         let engine = engine(config);
         for round in 0..2 {
-            let mut generations: Vec<GenerationHandle> =
-                prompts.iter().map(|prompt| engine.submit(greedy(prompt, 60)).unwrap()).collect();
+            let jobs = prompts.iter().map(|prompt| greedy(prompt, 60));
+            let mut generations = submit_together(&engine, jobs).await;
             for (i, generation) in generations.iter_mut().enumerate() {
                 let heard = receive(generation).await;
                 let what = format!("prompt {i}, round {round}, {context} cells in blocks of {block_tokens}");
@@ -373,7 +373,7 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
     let narrow = engine(config(176));
     // Different salts, so that the requests share no blocks and exceed the cache.
     let salted = |i: u32| Job { salt: i.to_string().into(), ..ask(60, 40) };
-    let mut running: Vec<GenerationHandle> = (0..4).map(|i| narrow.submit(salted(i)).unwrap()).collect();
+    let mut running = submit_together(&narrow, (0..4).map(salted)).await;
     for generation in &mut running {
         let (found, tokens) = scores(generation).await;
         assert_eq!(tokens, 40);

@@ -155,14 +155,7 @@ async fn an_import_makes_way_for_a_preempted_request() {
     let mut config = small(112);
     config.watchers.push(Box::new(import));
     let engine = Engine::start(model, &devices::all(), config).unwrap();
-    // The engine begins when it has both.
-    let (go, wait) = std::sync::mpsc::channel::<()>();
-    let submit = async {
-        let jobs = others.each_ref().map(|other| engine.submit(greedy(other, 40)).unwrap());
-        drop(go);
-        jobs
-    };
-    let (_, jobs) = tokio::join!(biased; engine.inspect(move |_| wait.recv()), submit);
+    let jobs = submit_together(&engine, others.iter().map(|other| greedy(other, 40))).await;
     for (mut job, expected) in jobs.into_iter().zip(expected) {
         let heard = receive(&mut job).await;
         assert_eq!((heard.tokens, heard.failure), (expected, None));

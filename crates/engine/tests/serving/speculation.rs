@@ -137,8 +137,7 @@ async fn the_same_answers_with_drafts() {
             let engine = engine(speculating(config, SMALL, drafter));
             let mut usage = DraftUsage::default();
             for round in 0..2 {
-                let mut generations: Vec<GenerationHandle> =
-                    jobs(&all, &stop).into_iter().map(|job| engine.submit(job).unwrap()).collect();
+                let mut generations = submit_together(&engine, jobs(&all, &stop)).await;
                 for (i, generation) in generations.iter_mut().enumerate() {
                     let heard = receive(generation).await;
                     let what = format!(

@@ -1,6 +1,6 @@
 //! The serving engine on a GPU: shared prefixes, forks, preemption, and blocks that go to a tier in RAM and come back, with the
 //! texts of the CPU. The program `serving` tests the engine itself.
-use crate::engines::{config, greedy, model, receive, tokens};
+use crate::engines::{config, greedy, model, receive, submit_together, tokens};
 use kvist_device::MemoryBudget;
 use kvist_engine::devices::{self, Place, WgpuOptions, open_wgpu};
 use kvist_engine::serving::*;
@@ -9,7 +9,6 @@ use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_scheduler::{Preempted, Write};
 use kvist_store::Ram;
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::Duration;
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
@@ -30,23 +29,6 @@ fn small(preempted: Preempted) -> EngineConfig {
     config
 }
 
-/// Stops the engine meanwhile: what arrives together runs together, however busy the machine is.
-fn pausing(engine: &Engine, act: impl FnOnce()) {
-    let (paused, is_paused) = channel();
-    let (go_on, resumed) = channel::<()>();
-    let engine = engine.clone();
-    let pause = std::thread::spawn(move || {
-        engine.blocking_inspect(move |_| {
-            paused.send(()).unwrap();
-            let _ = resumed.recv(); // an error when the other end is dropped
-        })
-    });
-    is_paused.recv().unwrap();
-    act();
-    drop(go_on);
-    pause.join().unwrap().expect("the engine runs");
-}
-
 /// Two conversations whose prompts begin alike, turn by turn at the same time; after two turns each one forks. The cache
 /// has room for one history: what a branch has computed goes to the tier while others run. All answers, and the tokens that came
 /// from the cache and from the tier.
@@ -54,10 +36,7 @@ async fn converse(engine: &Engine) -> (Vec<Vec<u32>>, u64, u64) {
     let (all, mut answers, mut cached, mut loaded) = (tokens(TEXT), Vec::new(), 0, 0);
     let mut branches = vec![all[..32].to_vec(), all[..41].to_vec()];
     for round in 0..4 {
-        let mut jobs = Vec::new();
-        pausing(engine, || {
-            jobs.extend(branches.iter().map(|history| engine.submit(greedy(history, 14)).unwrap()))
-        });
+        let jobs = submit_together(engine, branches.iter().map(|history| greedy(history, 14))).await;
         for (history, mut job) in branches.iter_mut().zip(jobs) {
             let heard = receive(&mut job).await;
             let usage = heard.done.unwrap_or_else(|| panic!("{:?}", heard.failure)).usage;

@@ -8,6 +8,8 @@
 //! so a peer that does not read takes no memory. What has left the log is lost to it, which it sees by the numbers. A replay that
 //! would begin before the log begins with the [`Content`] in their place, so that a router that starts late learns everything:
 //! consumers ask for consecutive numbers, so the first numbers have the content, and those after them up to the log have empty batches.
+//! Of many lost messages the empty batches are left out, because a consumer would need too long to read them: vllm-router and Dynamo go on
+//! behind such a gap.
 mod peers;
 
 use super::wire::{self, Event};
@@ -37,14 +39,14 @@ const MAX_PEERS: usize = 64;
 const ALIVE_AFTER: Duration = Duration::from_secs(60);
 const ALIVE_EVERY: Duration = Duration::from_secs(15);
 /// How long a peer may take to say what it is.
-const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+const HANDSHAKE_TIME: Duration = Duration::from_secs(60);
 /// How long a peer may take to read one message. Then its connection is closed, so that it does not keep others out.
 const READING_TIME: Duration = Duration::from_secs(60);
 /// The wait after a connection could not be accepted, because there are too many files for example.
 const ACCEPTING_AGAIN: Duration = Duration::from_millis(100);
 
-/// More lost messages are not replaced: a consumer would need too long to read their numbers.
-const MAX_REPLACED: u64 = 1 << 20;
+/// Most empty batches of a replay. Where there would be more, none is sent.
+const MAX_EMPTY: u64 = 1 << 20;
 /// How often the content is asked for, if it is out of date when it comes.
 const ATTEMPTS: u32 = 3;
 /// After the engine has told the content, it is left alone for so many times as long as that took. Any peer may ask for replays, so this
@@ -141,7 +143,7 @@ impl Log {
         let kept = || {
             let (kept, next) = self.kept_and_next();
             let oldest = kept.oldest(next);
-            let is_lost = from < oldest && oldest - from <= MAX_REPLACED;
+            let is_lost = from < oldest;
             // What other replays got is of use only where it is not cut short: now there may be more numbers for it.
             (is_lost, kept.content.clone().filter(|content| content.fits(from)))
         };
@@ -418,7 +420,10 @@ async fn replay(writer: &mut OwnedWriteHalf, log: &Log, from: u64, ask: &AskCont
             empty_from = number + 1;
         }
         drop(payloads);
-        next = send_numbers(writer, log, empty_from..until).await?;
+        next = until.max(empty_from);
+        if next - empty_from <= MAX_EMPTY {
+            send_numbers(writer, log, empty_from..next).await?;
+        }
     }
     let end = *log.next.borrow();
     while next < end
@@ -434,8 +439,8 @@ async fn replay(writer: &mut OwnedWriteHalf, log: &Log, from: u64, ask: &AskCont
     send(writer, &zmtp::message(&[b"", b"", &END, b""])).await
 }
 
-/// Sends empty batches under these numbers. Returns the number after them.
-async fn send_numbers(writer: &mut OwnedWriteHalf, log: &Log, numbers: Range<u64>) -> io::Result<u64> {
+/// Sends empty batches under these numbers.
+async fn send_numbers(writer: &mut OwnedWriteHalf, log: &Log, numbers: Range<u64>) -> io::Result<()> {
     let nothing = batch(&[]).unwrap_or_default();
     let all = timeout(READING_TIME, async {
         for first in numbers.clone().step_by(WRITTEN_AT_ONCE as usize) {
@@ -445,8 +450,7 @@ async fn send_numbers(writer: &mut OwnedWriteHalf, log: &Log, numbers: Range<u64
         }
         Ok::<(), io::Error>(())
     });
-    all.await??;
-    Ok(numbers.end.max(numbers.start))
+    all.await?
 }
 
 /// The first number that is asked for. `None` for a message of another form, or a command.

@@ -2,7 +2,7 @@
 //! delay.
 use crate::server::*;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufReader, Read, Write};
 use std::net::TcpStream;
 use std::time::Instant;
 
@@ -44,7 +44,7 @@ fn a_name_that_fills_the_queue_leaves_the_others_their_shares() {
     let server = Server::start(config);
     // The request's other answers take all places that this key can have.
     let mut open = vec![ask(&server, ANN, &endless(64)).1];
-    open[0].read_line(&mut String::new()).unwrap();
+    next_event(&mut open[0]);
     let began = Instant::now();
     let refused = loop {
         let (status, reader) = ask(&server, ANN, &endless(1));
@@ -93,7 +93,7 @@ fn connections_that_dribble_keep_no_one_out() {
         let key = [("authorization", "Bearer ops-secret"), ("content-type", "application/json")];
         // One connection that waits for an answer, and one that has completed a request before.
         let (_, mut running) = ask(&server, "Bearer ops-secret", &endless(1));
-        running.read_line(&mut String::new()).unwrap();
+        next_event(&mut running);
         let mut kept = server.connect();
         let stays = |stream: &mut TcpStream| {
             let ask =
@@ -115,10 +115,7 @@ fn connections_that_dribble_keep_no_one_out() {
             crowd.push(dribbler(&server));
         }
         assert_eq!(stays(&mut kept), 200, "a known connection goes behind those that have shown nothing");
-        let mut line = String::new();
-        running.read_line(&mut line).unwrap();
-        running.read_line(&mut line).unwrap();
-        assert!(line.contains("data: "), "{line:?}");
+        next_event(&mut running);
         let metrics = server.send("GET", "/metrics", &key, b"").text;
         let of = |name: &str| -> f64 {
             let line = metrics.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap();

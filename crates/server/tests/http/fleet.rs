@@ -4,6 +4,7 @@ use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
 
 fn tokens(value: &Value) -> Vec<u32> {
@@ -271,11 +272,20 @@ fn a_router_knows_what_the_cache_has() {
     assert_eq!((credits, router.credit(&prompt(20))), (vec![0; 8], 96), "{hits} hits");
     let last = runtime.block_on(replayed(replays, numbers.len() as u64 - 1));
     assert_eq!(last[0].0, numbers.len() as u64 - 1, "a replay begins where it is asked to");
-    // The subscription is there by now, so a new prompt arrives on it.
-    ask(&prompt(21), json!({}));
+    // Until the subscription is there: then a new prompt arrives on it.
+    let mut from = 21;
+    {
+        let mut first = std::pin::pin!(subscriber.recv());
+        let mut heard = async || tokio::time::timeout(Duration::from_millis(20), first.as_mut()).await;
+        while runtime.block_on(heard()).is_err() {
+            ask(&prompt(from), json!({}));
+            from += 1;
+        }
+    }
+    ask(&prompt(from), json!({}));
     let mut live = Router(router.0.clone());
     runtime.block_on(async {
-        while live.credit(&prompt(21)) < 96 {
+        while live.credit(&prompt(from)) < 96 {
             let (number, events) = read(subscriber.recv().await.unwrap(), "kv");
             if number >= numbers.len() as u64 {
                 events.into_iter().for_each(|event| live.apply(event));

@@ -512,6 +512,42 @@ fn tells_no_token(config: ServerConfig, more: &[&str]) {
     }
 }
 
+/// A restarted server has another id, so a page can tell it from the one that it knew.
+#[test]
+fn a_snapshot_names_the_process() {
+    let ids: Vec<Value> = (0..2)
+        .map(|_| {
+            let server = Server::start(config());
+            let snapshot = Listener::join(&server).snapshot;
+            assert_eq!(snapshot["instance_id"], server.get("/get_server_info").json()["instance_id"]);
+            snapshot["instance_id"].clone()
+        })
+        .collect();
+    assert!(ids[0].is_string() && ids[0] != ids[1], "{ids:?}");
+}
+
+/// Regression: a server that became idle after each of many short requests sent a batch for each.
+#[test]
+fn short_requests_share_a_batch() {
+    let server = Server::start(config());
+    let mut reader = Listener::join(&server).reader;
+    let begun = std::time::Instant::now();
+    const REQUESTS: usize = 40;
+    std::thread::scope(|scope| {
+        scope.spawn(|| (0..REQUESTS).for_each(|_| nudge(&server)));
+        let (mut batches, mut ends, mut line) = (0, 0, String::new());
+        while ends < REQUESTS {
+            line.clear();
+            assert!(reader.read_line(&mut line).unwrap() > 0, "the stream ended after {ends} requests");
+            batches += usize::from(line.trim() == "event: lines");
+            ends += usize::from(line.starts_with("data:") && line.contains("\"end\":"));
+        }
+        // One at once, then ten a second.
+        let most = 1 + begun.elapsed().as_millis() as usize / 100;
+        assert!(batches <= most, "{batches} batches, not {most} at most");
+    });
+}
+
 /// Regression: the page showed the engine's internal numbers, which appear in no log or response.
 #[test]
 fn requests_have_the_names_of_the_log() {

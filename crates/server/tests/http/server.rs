@@ -36,6 +36,8 @@ pub fn config() -> ServerConfig {
     config.scheduler.max_batch = 8;
     config.scheduler.max_batch_tokens = 64;
     config.limits.grace_s = 3600.0;
+    config.limits.read_timeout_s = 3600.0;
+    config.limits.header_timeout_s = 3600.0;
     config
 }
 
@@ -375,6 +377,16 @@ pub fn head(reader: &mut impl BufRead) -> (u16, Vec<(String, String)>) {
         let Some((name, value)) = line.trim_end().split_once(": ") else { return (status, headers) };
         headers.push((name.to_ascii_lowercase(), value.to_string()));
     }
+}
+
+/// Reads lines up to the next event. Between events the server says that it is there, and chunks have a line of their own.
+pub fn next_event(reader: &mut impl BufRead) -> String {
+    let mut line = String::new();
+    while !line.starts_with("data: ") {
+        line.clear();
+        assert!(reader.read_line(&mut line).unwrap() > 0, "the stream has ended");
+    }
+    line
 }
 
 fn unchunk(mut raw: &[u8]) -> Vec<u8> {

@@ -153,17 +153,10 @@ fn of_tiers(all: Here) -> (Here, Here) {
 
 /// Deletes what is under the salt, and returns the generation that begins.
 async fn forget(engine: &Engine, store: &dyn BlockStore) -> u64 {
-    let note = KeyChain::note(MODEL, "");
-    let noted =
-        async || store.get(&note).await.unwrap().map(|note| u64::from_le_bytes(note[..].try_into().unwrap()));
-    let before = noted().await;
-    engine.forget("").await.unwrap();
-    loop {
-        match noted().await {
-            Some(generation) if Some(generation) > before => return generation,
-            _ => tokio::time::sleep(Duration::from_millis(1)).await, // a task writes it
-        }
-    }
+    // It waits two seconds at most, and the machine may be slow.
+    while !engine.forget("").await.unwrap().untold.is_empty() {}
+    let note = store.get(&KeyChain::note(MODEL, "")).await.unwrap().expect("the store was told");
+    u64::from_le_bytes(note[..].try_into().unwrap())
 }
 
 /// Bytes that a store in RAM takes for a block.
@@ -204,10 +197,16 @@ async fn a_subscriber_knows_what_the_stores_have() {
                 _ => generation = forget(&tiered, &*stores[stores.len() - 1]).await,
             }
             copied(&tiered).await;
-            let expected = stored(&stores, &hashes, generation).await;
-            let (in_ram, in_silent) = of_tiers(expected);
-            // Blocks are told after a step.
-            subscriber.until(|here| of_tiers(here).0 == in_ram, &format!("seed {seed}, step {step}")).await;
+            // Blocks are told after a step, and a note that is written late can push out others.
+            let end = Instant::now() + Duration::from_secs(600);
+            let in_silent = loop {
+                let (in_ram, in_silent) = of_tiers(stored(&stores, &hashes, generation).await);
+                if of_tiers(subscriber.here()).0 == in_ram {
+                    break in_silent;
+                }
+                assert!(Instant::now() < end, "seed {seed}, step {step}");
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            };
             let (_, told_silent) = of_tiers(subscriber.here());
             // Of the silent one, what lies behind a gap of a text that was looked up counts as gone.
             assert!(told_silent.is_subset(&in_silent), "seed {seed}, step {step}");

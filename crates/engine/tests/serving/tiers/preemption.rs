@@ -40,14 +40,7 @@ fn over(store: &Arc<Ram>, write: Write, latency: Duration, without: EngineConfig
 /// The answers to all of these requests at once, and what the engine counted. Some are preempted.
 async fn serve(engine: Engine, prompts: &[Vec<u32>]) -> (Vec<Vec<u32>>, EngineStats) {
     // The engine begins when it has all of them: how many run at a time does not depend on how fast they are sent.
-    let (go, wait) = std::sync::mpsc::channel::<()>();
-    let submit = async {
-        let jobs = prompts.iter().map(|prompt| engine.submit(greedy(prompt, ANSWER)).unwrap());
-        let jobs: Vec<_> = jobs.collect();
-        drop(go);
-        jobs
-    };
-    let (_, jobs) = tokio::join!(biased; engine.inspect(move |_| wait.recv()), submit);
+    let jobs = submit_together(&engine, prompts.iter().map(|prompt| greedy(prompt, ANSWER))).await;
     let mut answers = Vec::new();
     for mut job in jobs {
         answers.push(receive(&mut job).await.tokens);

@@ -93,9 +93,49 @@ async fn lost_messages_are_replaced_by_the_content() {
     assert_eq!(both.0.as_ref().map(|content| content.until), Some(4));
     assert_eq!((both.0 == both.1, asked.load(std::sync::atomic::Ordering::Relaxed)), (true, 1));
     assert_eq!(publisher.log.content(1, &ask).await, None);
-    // Too many to replace.
-    publisher.log.kept().messages[0].0 = MAX_REPLACED + 1;
-    assert_eq!(publisher.log.content(0, &ask).await, None);
+}
+
+/// Regression: a router that started after a worker had published a million messages got none of what the cache had, for ever.
+#[tokio::test]
+async fn a_replay_begins_with_the_content_however_much_is_lost() {
+    for n_before in [0, 1, 5, MAX_EMPTY - 2, u64::MAX / 2] {
+        let publisher = Publisher::new("topic", 2);
+        publisher.log.next.send_modify(|next| *next = n_before);
+        (0..3).for_each(|_| publisher.publish(&[]));
+        let ask: AskContent = {
+            let publisher = publisher.clone();
+            Arc::new(move || {
+                let content = publisher.content(&[]);
+                Box::pin(async move { Some((content, Duration::ZERO)) })
+            })
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (client, server) = tokio::join!(TcpStream::connect(address), listener.accept());
+        let (mut reader, _writer) = client.unwrap().into_split();
+        let (_reader, mut writer) = server.unwrap().0.into_split();
+        let read = async {
+            let mut numbers = Vec::new();
+            loop {
+                let Received::Message(frames) = zmtp::read(&mut reader).await.unwrap() else {
+                    panic!("a command")
+                };
+                let [_, topic, number, payload] = <[Vec<u8>; 4]>::try_from(frames).unwrap();
+                if number == END {
+                    return numbers;
+                }
+                assert_eq!(topic, b"topic");
+                numbers.push((u64::from_be_bytes(number.try_into().unwrap()), payload.len()));
+            }
+        };
+        let (replayed, numbers) = tokio::join!(replay(&mut writer, &publisher.log, 0, &ask), read);
+        replayed.unwrap();
+        // The content, and then empty batches, or none if they are too many.
+        let until = n_before + 3;
+        let empty = if until - 1 <= MAX_EMPTY { 1..until } else { until..until };
+        assert!(numbers[0].0 == 0 && numbers[0].1 > 0, "{n_before}: {:?}", numbers[0]);
+        assert!(numbers[1..].iter().map(|(number, _)| *number).eq(empty), "{n_before}");
+    }
 }
 
 /// The content was asked for when there were more numbers before it, for one that lacks many messages. One that lacks few of them was told
