@@ -20,6 +20,7 @@ mod drafter;
 mod eagle;
 mod expand;
 mod ngram;
+mod options;
 mod pass;
 mod shapes;
 mod speculator;
@@ -32,6 +33,9 @@ pub use draft_model::{DraftModel, check_vocabulary};
 pub use drafter::{Bounds, DraftRequest, Drafter};
 pub use eagle::Eagle;
 pub use ngram::Ngram;
+pub use options::{
+    DRAFT_TOKENS, DraftMode, DraftOptions, DraftWeights, OpenedDraft, PlacedDraft, step_draft_tokens,
+};
 pub use pass::DraftedPass;
 pub(crate) use pass::end_speculation;
 pub use speculator::{Counts, Draft, DraftContext, SpeculationConfig, Speculator};

@@ -2,11 +2,10 @@
 use super::{ModelArgs, registry, wrong_usage};
 use crate::source::SourceArgs;
 use clap::{Args, ValueEnum, ValueHint};
-use kvist_device::Bytes;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
-use kvist_engine::speculate::*;
+use kvist_engine::speculate::{self as engine, *};
 use kvist_hub::Name;
-use kvist_model::{DraftHead, Model, Opened, OpenedHead};
+use kvist_model::{Model, Opened, OpenedHead};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -38,7 +37,7 @@ pub struct SpeculationArgs {
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub draft_model: Option<PathBuf>,
     /// Most tokens of a draft
-    #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "TOKENS", default_value_t = DRAFT_TOKENS, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub draft_tokens: u32,
     /// Most tokens on one path of a draft [default: 8; 5 with draft]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -50,13 +49,22 @@ pub struct SpeculationArgs {
 
 /// A draft model or head. Its headers have been read and fit the target.
 pub struct OpenedDraft {
-    drafts: DraftFiles,
+    drafts: engine::OpenedDraft,
     args: ModelArgs,
 }
 
-enum DraftFiles {
-    Model(Box<Opened>),
-    Head(Box<OpenedHead>),
+impl Mode {
+    /// `None` is [`Off`](Mode::Off).
+    fn drafts(self) -> Option<DraftMode> {
+        match self {
+            Mode::Off => None,
+            Mode::Auto => Some(DraftMode::Auto),
+            Mode::Ngram => Some(DraftMode::Ngram),
+            Mode::Suffix => Some(DraftMode::Suffix),
+            Mode::Draft => Some(DraftMode::Draft),
+            Mode::Eagle => Some(DraftMode::Eagle),
+        }
+    }
 }
 
 impl SpeculationArgs {
@@ -73,27 +81,21 @@ impl SpeculationArgs {
         asked: Option<&str>,
         context: Option<u32>,
     ) -> anyhow::Result<()> {
-        if !self.is_on() {
-            return Ok(());
-        }
-        if let Some(keep) = config.keep {
-            return Err(wrong_usage(format!(
-                "--speculate and --keep {keep}: drafts that are rejected would count in what is kept; leave one out"
-            )));
-        }
+        let Some(options) = self.options() else { return Ok(()) };
+        options.prepare(config).map_err(usage)?;
         if let Some(context) = context {
             self.check_cache(context)?;
         }
-        if asked.is_none() && self.bounds().width > 1 && self.speculate != Mode::Ngram {
+        if asked.is_none() && options.grows_trees() {
             config.kind = "tree".into();
         }
-        // The rows of a draft need f16 slots of their own beside those of the recent group, or they would displace them. Twice,
-        // because a rejected node keeps its slot until its cell is written again.
-        let groups = 2 * (self.draft_tokens + 1).div_ceil(config.recent.tokens.max(1));
-        config.recent.sequences = config.recent.sequences.saturating_add(groups);
-        config.max_rows = config.max_rows.max(self.draft_tokens + 1);
-        config.max_step_tokens = config.max_step_tokens.max(self.draft_tokens + 1);
         Ok(())
+    }
+
+    /// `None` if speculation is off.
+    fn options(&self) -> Option<DraftOptions> {
+        let (tokens, depth, width) = (self.draft_tokens, self.draft_depth, self.draft_width);
+        Some(DraftOptions { mode: self.speculate.drafts()?, tokens, depth, width })
     }
 
     /// Tokens that a cache for one text needs in addition: those of a draft, which may be rejected.
@@ -113,13 +115,7 @@ impl SpeculationArgs {
 
     /// Refuses drafts that are larger than a cache of `context` tokens.
     pub fn check_cache(&self, context: u32) -> anyhow::Result<()> {
-        if self.is_on() && self.draft_tokens >= context {
-            return Err(wrong_usage(format!(
-                "--draft-tokens {}: the cache holds {context} tokens; use fewer, or a larger --context",
-                self.draft_tokens
-            )));
-        }
-        Ok(())
+        self.options().map_or(Ok(()), |options| options.check_cache(context)).map_err(usage)
     }
 
     /// Opens the draft model, if one is used, and refuses one that does not fit `target` before any weights are read.
@@ -196,14 +192,8 @@ impl SpeculationArgs {
             let plan = MemoryPlan::admit(&opened, model.weights, &registry, config, min, &budget)?;
             let free = MemoryPlan::free_after(&opened, &registry, model.weights, &budget)?;
             let (free, needed) = (free.saturating_sub(plan.session_bound()), draft.bytes(self, config, 1)?);
-            if needed > free {
-                anyhow::bail!(
-                    "the draft model and its cache need {}; {} of {} are left beside the model and its cache: try a smaller \
-                     --context or draft model, or more memory with --memory",
-                    Bytes(needed),
-                    Bytes(free),
-                    Bytes(budget.total())
-                );
+            if let Some(why) = engine::OpenedDraft::lacks_room(needed, free, budget.total()) {
+                anyhow::bail!(why);
             }
         }
         let (model, plan) = model.load_for(opened, config, min, quiet)?;
@@ -224,99 +214,58 @@ impl SpeculationArgs {
         config: &CacheConfig,
         texts: u32,
     ) -> anyhow::Result<Option<Speculator>> {
-        let mut drafters: Vec<Box<dyn Drafter>> = match self.speculate {
-            Mode::Off => return Ok(None),
-            Mode::Ngram => vec![Box::new(Ngram::default())],
-            Mode::Suffix | Mode::Auto => vec![Box::new(Suffix::default())],
-            Mode::Draft | Mode::Eagle => Vec::new(),
+        let Some(options) = self.options() else { return Ok(None) };
+        let Some(LoadedDraft { weights, args }) = draft else {
+            return Ok(Some(options.speculator(None, target, config, texts)?));
         };
-        if let Some(LoadedDraft { weights, args }) = draft {
-            let registry = registry(&args.compute.get()?);
-            let config = draft_cache(config, texts, self.bounds());
-            match (weights, self.speculate) {
-                (Weights::Model(model), Mode::Draft | Mode::Auto) => {
-                    drafters.push(Box::new(DraftModel::new(model, target, &registry, &config)?));
-                }
-                (Weights::Head(head), Mode::Eagle | Mode::Auto) => {
-                    drafters.push(Box::new(Eagle::new(head, &registry, &config)?));
-                }
-                _ => {}
-            }
-        }
-        let adaptive = self.speculate == Mode::Auto;
-        Ok(Some(Speculator::new(drafters, SpeculationConfig { bounds: self.bounds(), adaptive })))
+        let registry = &registry(&args.compute.get()?);
+        let draft = PlacedDraft { weights, registry, backend: &config.backend };
+        Ok(Some(options.speculator(Some(draft), target, config, texts)?))
     }
 }
 
-/// The cache of a draft model, for `texts` texts that share the target's context.
-fn draft_cache(target: &CacheConfig, texts: u32, bounds: Bounds) -> CacheConfig {
-    let Bounds { tokens, depth, width } = bounds;
-    // Cells of a growing tree: all levels but the last are computed, each with at most `width` nodes.
-    let nodes = tokens.max((depth - 1).saturating_mul(width.min(tokens)));
-    let context = target.context_tokens.saturating_add(texts.saturating_mul(nodes));
-    let rows = texts.saturating_mul(width);
-    CacheConfig {
-        backend: target.backend.clone(),
-        max_step_tokens: rows.max(256),
-        max_rows: rows,
-        k: target.k,
-        v: target.v,
-        kind: "tree".into(),
-        ..CacheConfig::new(context)
-    }
+/// An error of the engine about flags.
+fn usage(error: kvist_engine::Error) -> anyhow::Error {
+    wrong_usage(error.to_string())
 }
 
 /// A draft model or a head in memory.
 pub struct LoadedDraft {
-    weights: Weights,
+    weights: DraftWeights,
     args: ModelArgs,
-}
-
-enum Weights {
-    Model(Arc<Model>),
-    Head(DraftHead),
 }
 
 impl OpenedDraft {
     fn model(opened: Opened, args: ModelArgs) -> Self {
-        OpenedDraft { drafts: DraftFiles::Model(Box::new(opened)), args }
+        OpenedDraft { drafts: engine::OpenedDraft::Model(Box::new(opened)), args }
     }
     fn head(head: OpenedHead, args: &ModelArgs) -> Self {
-        OpenedDraft { drafts: DraftFiles::Head(Box::new(head)), args: args.clone() }
+        OpenedDraft { drafts: engine::OpenedDraft::Head(Box::new(head)), args: args.clone() }
     }
 
     /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts. With a head also those of the
     /// hidden states that it reads.
     pub fn bytes(&self, of: &SpeculationArgs, target: &CacheConfig, texts: u32) -> anyhow::Result<u64> {
+        let Some(options) = of.options() else { return Ok(0) };
         let registry = registry(&self.args.compute.get()?);
-        let config = draft_cache(target, texts, of.bounds());
-        let (device, format) = (registry.device(), self.args.weights);
-        let (model, weights, states) = match &self.drafts {
-            DraftFiles::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?, 0),
-            DraftFiles::Head(opened) => {
-                let layer = &opened.config().layer;
-                let of_target = device.tap_bytes(layer.features, &target.step_limits());
-                let of_head = device.tap_bytes(layer.hidden, &config.step_limits());
-                let states = of_target.zip(of_head).map_or(u64::MAX, |(a, b)| a.saturating_add(b));
-                (layer, opened.weight_bytes(device, format)?, states)
-            }
-        };
-        let plan = MemoryPlan::of_session(model, &registry, &config)?;
-        Ok(plan.session_bound().saturating_add(weights).saturating_add(states))
+        Ok(self.drafts.bytes(&options, self.args.weights, &registry, target, texts)?)
     }
 
     /// Reads the weights, if they and a cache like `config` fit into the target's budget.
     pub fn load(self, target: &Arc<Model>, config: &CacheConfig, quiet: bool) -> anyhow::Result<LoadedDraft> {
         let OpenedDraft { drafts, args } = self;
-        let config = draft_cache(config, 1, Bounds { tokens: 0, depth: 1, width: 1 });
+        let least = DraftOptions { mode: DraftMode::Draft, tokens: 0, depth: Some(1), width: Some(1) };
+        let config = least.draft_cache(config, 1);
         let context = Some(config.context_tokens);
         let weights = match drafts {
-            DraftFiles::Model(opened) => {
+            engine::OpenedDraft::Model(opened) => {
                 let (registry, budget) = (registry(&args.compute.get()?), target.budget());
                 MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
-                Weights::Model(args.load(*opened, context, budget, quiet)?)
+                DraftWeights::Model(args.load(*opened, context, budget, quiet)?)
             }
-            DraftFiles::Head(opened) => Weights::Head(opened.load(target, args.weights, context)?),
+            engine::OpenedDraft::Head(opened) => {
+                DraftWeights::Head(Arc::new(opened.load(target, args.weights, context)?))
+            }
         };
         Ok(LoadedDraft { weights, args })
     }

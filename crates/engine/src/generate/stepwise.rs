@@ -1,7 +1,8 @@
 //! A generation whose caller asks for one pass at a time, and may do other things with the session in between.
-use super::{Draw, Generating, GenerationEnd, Limits};
+use super::{Draw, Generating, GenerationEnd, Limits, drafted_pass};
 use crate::sampler::Sampler;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
+use crate::speculate::{Speculator, end_speculation};
 use kvist_cache::{Refused, SeqId};
 use kvist_device::{RowResult, StepError};
 use kvist_model::Error;
@@ -16,7 +17,9 @@ pub struct Stepwise {
     text: Generating,
     /// Where the prompt starts in the sequence.
     start: u32,
-    /// Tokens of `text` that the session has computed.
+    /// Where it starts in the tokens of `text`: at `start`, if these are the whole text, and otherwise at 0.
+    first: usize,
+    /// Tokens of `text` that the session has computed, or that come before the prompt.
     fed: usize,
     prefill: Duration,
     decode: Duration,
@@ -31,6 +34,42 @@ impl Stepwise {
     pub fn new(
         session: &mut ModelSession,
         seq: SeqId,
+        prompt: Vec<u32>,
+        sampler: Sampler,
+        limits: &Limits,
+        written: &[u32],
+    ) -> Result<Self, Error> {
+        Self::begin(session, seq, &[], prompt, sampler, limits, written)
+    }
+
+    /// Like [`new`](Self::new), for a sequence whose tokens so far are `before`. Drafts need them: see
+    /// [`step_drafted`](Self::step_drafted).
+    ///
+    /// # Errors
+    /// As for `new`; or the sequence has another number of tokens.
+    pub fn after(
+        session: &mut ModelSession,
+        seq: SeqId,
+        before: &[u32],
+        prompt: Vec<u32>,
+        sampler: Sampler,
+        limits: &Limits,
+        written: &[u32],
+    ) -> Result<Self, Error> {
+        let held = session.cache().next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+        if held as usize != before.len() {
+            return Err(Error::Usage(format!(
+                "the sequence has {held} tokens, and {} are said to be before the prompt",
+                before.len()
+            )));
+        }
+        Self::begin(session, seq, before, prompt, sampler, limits, written)
+    }
+
+    fn begin(
+        session: &mut ModelSession,
+        seq: SeqId,
+        before: &[u32],
         prompt: Vec<u32>,
         mut sampler: Sampler,
         limits: &Limits,
@@ -47,18 +86,46 @@ impl Stepwise {
         if let Some(&token) = prompt.iter().find(|token| **token as usize >= vocab) {
             return Err(Error::TokenOutsideVocabulary { token, vocab });
         }
-        let text = Generating::new(session, prompt.clone(), model.tokenizer(), limits, written);
-        Ok(Stepwise { seq, sampler, text, start, fed: 0, prefill: Duration::ZERO, decode: Duration::ZERO })
+        let known = [before, &prompt].concat();
+        let text = Generating::new(session, prompt, model.tokenizer(), limits, written);
+        let (first, prompt) = (before.len(), known.len());
+        let text = Generating { known, prompt, ..text };
+        let (prefill, decode) = (Duration::ZERO, Duration::ZERO);
+        Ok(Stepwise { seq, sampler, text, start, first, fed: first, prefill, decode })
     }
 
     /// Runs one pass: the next part of the prompt, of at most `max_step_tokens`, or the last token. Returns false if the
     /// text has ended; then nothing was computed. After an `Err` the sequence is as it was before the pass, and the same
     /// step can be tried again.
     pub fn step(&mut self, session: &mut ModelSession) -> Result<bool, Error> {
+        self.timed(session, None)
+    }
+
+    /// Like [`step`](Self::step), with a draft beside the last token: the same tokens, perhaps several in one pass. For drafters
+    /// the text's id is that of the sequence; it is not reported as ended, because more may follow.
+    ///
+    /// # Errors
+    /// As for `step`; or the tokens before the prompt are not known: see [`after`](Self::after).
+    pub fn step_drafted(
+        &mut self,
+        session: &mut ModelSession,
+        speculator: &mut Speculator,
+    ) -> Result<bool, Error> {
+        if self.first != self.start as usize {
+            return Err(Error::Usage("drafts need the tokens before the prompt: use Stepwise::after".into()));
+        }
+        self.timed(session, Some(speculator))
+    }
+
+    fn timed(
+        &mut self,
+        session: &mut ModelSession,
+        speculator: Option<&mut Speculator>,
+    ) -> Result<bool, Error> {
         if self.text.finish.is_some() {
             return Ok(false);
         }
-        let expected = self.start + self.fed as u32;
+        let expected = self.start + (self.fed - self.first) as u32;
         match session.cache().next_position(self.seq) {
             None => return Err(Refused::UnknownSequence(self.seq).into()),
             Some(got) if got != expected => {
@@ -68,24 +135,58 @@ impl Stepwise {
         }
         let started = Instant::now();
         let decodes = self.fed >= self.text.prompt;
+        let done = match speculator {
+            // After an error more than the last token may be missing in the cache.
+            Some(speculator) if decodes && self.fed + 1 == self.text.known.len() => {
+                self.drafted(session, speculator)
+            }
+            speculator => self.plain(session, speculator),
+        };
+        match done {
+            Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if decodes => {
+                self.end(session, GenerationEnd::CacheFull)?;
+            }
+            other => other?,
+        }
+        *(if decodes { &mut self.decode } else { &mut self.prefill }) += started.elapsed();
+        Ok(true)
+    }
+
+    /// Computes the tokens that the cache lacks, a chunk of them, and draws the next token if it was the last chunk.
+    fn plain(
+        &mut self,
+        session: &mut ModelSession,
+        speculator: Option<&mut Speculator>,
+    ) -> Result<(), Error> {
+        if let Some(speculator) = &speculator {
+            session.set_taps(speculator.taps())?;
+        }
         let longest = session.config().max_step_tokens.max(1) as usize;
         let end = self.text.known.len().min(self.fed + longest);
         let is_last = end == self.text.known.len();
         let want = if is_last { LogitRows::LastOfEach } else { LogitRows::None };
-        match session.forward(&[SequenceInput::chain(self.seq, &self.text.known[self.fed..end])], want) {
-            Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if decodes => {
-                self.end(session, GenerationEnd::CacheFull)?;
-            }
-            other => {
-                other?;
-                self.fed = end;
-                if is_last {
-                    self.choose(session)?;
-                }
+        let computed = self.fed..end;
+        let input = SequenceInput::chain(self.seq, &self.text.known[computed.clone()]);
+        session.forward(&[input], want)?;
+        self.fed = end;
+        if let Some(speculator) = speculator {
+            let text = (u64::from(self.seq.0), computed.start as u32, &self.text.known[..]);
+            if let Err(error) = session.report_features(text, 0..computed.len(), speculator) {
+                end_speculation(speculator, &error);
             }
         }
-        *(if decodes { &mut self.decode } else { &mut self.prefill }) += started.elapsed();
-        Ok(true)
+        if is_last { self.choose(session) } else { Ok(()) }
+    }
+
+    /// Verifies a draft behind the last token.
+    fn drafted(&mut self, session: &mut ModelSession, speculator: &mut Speculator) -> Result<(), Error> {
+        let model = session.model().clone();
+        let mut draw =
+            Draw { sampler: &mut self.sampler, tokenizer: model.tokenizer(), observer: &mut Silent };
+        drafted_pass(session, self.seq, &mut self.text, speculator, &mut draw)?;
+        let held = session.cache().next_position(self.seq).unwrap_or(self.start);
+        self.fed = held.saturating_sub(self.start) as usize + self.first;
+        self.end_if_finished(session)
     }
 
     fn choose(&mut self, session: &mut ModelSession) -> Result<(), Error> {
@@ -96,6 +197,10 @@ impl Stepwise {
         let mut draw =
             Draw { sampler: &mut self.sampler, tokenizer: model.tokenizer(), observer: &mut Silent };
         self.text.choose(RowResult::Logits(session.logits_mut()), &mut draw)?;
+        self.end_if_finished(session)
+    }
+
+    fn end_if_finished(&mut self, session: &ModelSession) -> Result<(), Error> {
         match self.text.finish.clone() {
             Some(finish) => self.end(session, finish),
             None => Ok(()),
@@ -118,10 +223,10 @@ impl Stepwise {
     }
     /// Prompt tokens computed so far.
     pub fn prompt_done(&self) -> usize {
-        self.fed.min(self.text.prompt)
+        self.fed.min(self.text.prompt) - self.first
     }
     pub fn prompt_tokens(&self) -> usize {
-        self.text.prompt
+        self.text.prompt - self.first
     }
     /// Why the text has ended; `None` while it goes on.
     pub fn finish(&self) -> Option<&GenerationEnd> {

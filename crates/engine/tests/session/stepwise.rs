@@ -6,6 +6,7 @@ use kvist_engine::Error;
 use kvist_engine::generate::{GenerateArgs, Generation, GenerationEnd, Limits, Stepwise, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::speculate::{DraftMode, DraftOptions};
 
 const A: SeqId = SeqId::ONLY;
 const B: SeqId = SeqId(1);
@@ -67,6 +68,73 @@ fn steps_say_what_generate_says() {
         assert_eq!((steps.prompt_tokens(), steps.prompt_done()), (prompt.len(), prompt.len()));
         assert!(!steps.step(&mut session).unwrap(), "it has ended");
     }
+}
+
+/// With drafts: the same tokens and text, at the end of every kind of cache, in fewer passes, and where a text goes on.
+#[test]
+fn drafted_steps_say_what_plain_steps_say() {
+    let prompt = tokens(&"A reference is a value that points to data. ".repeat(4));
+    let text = whole(&exact("cells", 256, 64), &prompt, 3, &limits(40, &[])).text;
+    let stop = &text[text.char_indices().nth(30).unwrap().0..];
+    let stop = &stop[..stop.char_indices().nth(3).unwrap().0];
+    let options = DraftOptions { tokens: 7, ..DraftOptions::new(DraftMode::Suffix) };
+    for kind in ["contiguous", "ring", "cells", "tree", "paged"] {
+        for (chunk, max_tokens, stops) in [(64, 40, &[][..]), (8, 40, &[stop]), (64, 1, &[])] {
+            let mut config = exact(kind, 256, chunk);
+            config.window = (kind == "ring").then_some(128);
+            let limits = limits(max_tokens, stops);
+            let greedy = || Sampler::new(SamplerConfig::greedy()).unwrap();
+            for sampler in [greedy, || sampler(3)] {
+                let mut plain = session(model(), &config);
+                let mut steps =
+                    Stepwise::new(&mut plain, A, prompt.clone(), sampler(), &limits, &[]).unwrap();
+                while steps.step(&mut plain).unwrap() {}
+
+                options.prepare(&mut config).unwrap();
+                let mut speculator = options.speculator(None, model(), &config, 1).unwrap();
+                let mut drafted = session(model(), &config);
+                let mut known = prompt.clone();
+                let mut passes = 0;
+                let mut same =
+                    Stepwise::after(&mut drafted, A, &[], prompt.clone(), sampler(), &limits, &[]).unwrap();
+                while same.step_drafted(&mut drafted, &mut speculator).unwrap() {
+                    passes += 1;
+                }
+                assert_eq!((same.tokens(), same.text()), (steps.tokens(), steps.text()), "{kind} {chunk}");
+                assert_eq!((same.finish(), same.prompt_tokens()), (steps.finish(), prompt.len()));
+                let counts = speculator.counts().clone();
+                let prefill = prompt.len().div_ceil(config.max_step_tokens as usize);
+                assert_eq!(passes as u64, prefill as u64 + counts.target_passes, "{counts:?}");
+                known.extend(same.tokens());
+
+                // The text goes on: what the cache holds, and the last token, which it does not.
+                let held = drafted.cache().next_position(A).unwrap() as usize;
+                let (before, rest) = known.split_at(held);
+                let limits = Limits { max_tokens: 12, stop: vec![], ..limits.clone() };
+                let mut more =
+                    Stepwise::after(&mut drafted, A, before, rest.to_vec(), greedy(), &limits, &[]).unwrap();
+                while more.step_drafted(&mut drafted, &mut speculator).unwrap() {}
+                let mut plain_more =
+                    Stepwise::new(&mut plain, A, rest.to_vec(), greedy(), &limits, &[]).unwrap();
+                while plain_more.step(&mut plain).unwrap() {}
+                assert_eq!(more.tokens(), plain_more.tokens());
+                let wrong = Stepwise::after(&mut drafted, A, &known, vec![1], greedy(), &limits, &[]);
+                assert!(matches!(wrong.err(), Some(Error::Usage(why)) if why.contains("before the prompt")));
+                if max_tokens > 1 && kind != "ring" {
+                    assert!(speculator.counts().accepted > 0, "{kind}: {:?}", speculator.counts());
+                }
+            }
+        }
+    }
+    let mut config = exact("cells", 64, 64);
+    options.prepare(&mut config).unwrap();
+    let mut speculator = options.speculator(None, model(), &config, 1).unwrap();
+    let mut session = session(model(), &config);
+    session.prefill(A, &prompt[..4], &mut |_| true).unwrap();
+    let mut steps =
+        Stepwise::new(&mut session, A, prompt[4..8].to_vec(), sampler(1), &limits(4, &[]), &[]).unwrap();
+    let refused = steps.step_drafted(&mut session, &mut speculator).unwrap_err();
+    assert!(refused.to_string().contains("Stepwise::after"), "{refused}");
 }
 
 #[test]

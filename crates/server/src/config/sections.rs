@@ -4,7 +4,7 @@ use kvist_device::{Recent, Storage};
 use kvist_engine::keep::KeepConfig;
 use kvist_engine::memory::RECENT_TOKENS;
 use kvist_engine::sessions::SessionLimits;
-use kvist_engine::speculate::Bounds;
+use kvist_engine::speculate::{Bounds, DRAFT_TOKENS, step_draft_tokens};
 use kvist_scheduler::Config;
 use serde::{Deserialize, Deserializer};
 use std::net::IpAddr;
@@ -130,8 +130,7 @@ impl SpeculationSection {
 
     /// Largest number of draft tokens in a step: whole drafts for up to eight requests, and less for each of more.
     pub fn step_tokens(&self, scheduler: &Config) -> u32 {
-        let tokens = self.draft_tokens.saturating_mul(scheduler.max_batch.min(8));
-        if self.is_on() { tokens.min(scheduler.max_batch_tokens) } else { 0 }
+        if self.is_on() { step_draft_tokens(self.draft_tokens, scheduler) } else { 0 }
     }
 }
 
@@ -140,7 +139,7 @@ impl Default for SpeculationSection {
         SpeculationSection {
             speculate: "off".into(),
             draft_model: None,
-            draft_tokens: 16,
+            draft_tokens: DRAFT_TOKENS,
             draft_depth: None,
             draft_width: None,
         }
