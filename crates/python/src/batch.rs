@@ -6,12 +6,14 @@ use crate::model::Model;
 use crate::retained::retention;
 use crate::saved::PrefixArgument;
 use crate::session::Beginning;
+use crate::speculation::{self, Drafts};
 use crate::tiers::{self, BatchTiers, Tiers};
 use crate::wait::{PATIENCE, block_on, lock, ready_within};
 use kvist_device::DeviceError;
 use kvist_engine::frozen::EnginePrefix;
 use kvist_engine::memory::step_tokens;
 use kvist_engine::serving::{Engine, EngineConfig, Job, Rejected, ResizeError, Unserved};
+use kvist_engine::speculate::step_draft_tokens;
 use kvist_engine::text::Stops;
 use kvist_scheduler::Retention;
 use pyo3::prelude::*;
@@ -134,7 +136,7 @@ impl Batch {
     #[new]
     #[pyo3(signature = (model, *, max_batch=32, batch_tokens=None, block_tokens=16, policy="fcfs", prefix_cache=true, max_queue=4096, prefix=None, tiers=None, **options))]
     #[pyo3(
-        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=None, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, tiers=None, keep=None, window=None, sinks=0, recent=16)"
+        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=None, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, tiers=None, keep=None, window=None, sinks=0, recent=16, speculate=None, draft_model=None, draft_tokens=16, draft_depth=None, draft_width=None)"
     )]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
@@ -157,6 +159,12 @@ impl Batch {
                 "`keep`: what it leaves of a text is in no index, prefix or tier: leave out `keep`, or `prefix` and `tiers`",
             ));
         }
+        let drafts = Drafts::take(&mut options)?;
+        if keep.is_some() && drafts.is_some() {
+            return Err(argument(
+                "`speculate`: drafts that are rejected would count in what `keep` keeps: leave one out",
+            ));
+        }
         let prefix = prefix.map(|prefix| prefix.get(py)).transpose()?;
         let mut defaults = CacheDefaults::new(CONTEXT).on(&model.backend);
         if let Some(prefix) = &prefix {
@@ -177,6 +185,10 @@ impl Batch {
         (config.scheduler.max_batch, config.scheduler.max_batch_tokens) = (max_batch, batch_tokens);
         config.scheduler.check().map_err(|why| argument(why.to_string()))?;
         config.max_queue = max_queue;
+        if let Some(Drafts { options, .. }) = &drafts {
+            options.check_cache(config.paged.cache.context_tokens).map_err(engine)?;
+            config.max_draft_tokens = step_draft_tokens(options.tokens, &config.scheduler);
+        }
         config.fit();
         if let Some(keep) = keep {
             config.keep_only(keep);
@@ -192,6 +204,12 @@ impl Batch {
             let tiers =
                 tiers.map(|tiers| BatchTiers::open(&tiers, model, &registry, &mut config)).transpose()?;
             let has_prefix_index = config.paged.prefix.is_some();
+            if let Some(drafts) = drafts {
+                let plan = config.paged.plan(model.model.config(), &registry).map_err(engine)?;
+                let (cache, beside) = (&config.paged.cache, plan.session_bound());
+                let speculator = drafts.speculator(model, &registry, cache, max_batch, beside)?;
+                config.speculator = Some(speculator);
+            }
             let engine = Engine::start(model.model.clone(), &registry, config).map_err(file)?;
             Ok::<_, PyErr>(Running { engine, tiers, has_prefix_index })
         })?;
@@ -258,7 +276,8 @@ impl Batch {
     }
 
     /// Counters, and occupancy in cells, at the end of the last step; hits are those of recent prompts. With tiers, `tiers` has
-    /// what they did, and in `stores` the figures of each. With `keep` there is `removed_tokens`.
+    /// what they did, and in `stores` the figures of each. With `keep` there is `removed_tokens`, and with `speculate` `speculation`, as
+    /// `Session.speculation` has it.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.engine()?.stats();
         let dict = PyDict::new(py);
@@ -278,6 +297,9 @@ impl Batch {
         dict.set_item("busy_s", stats.busy_ns as f64 / 1e9)?;
         if let Some(removed) = stats.removed_tokens {
             dict.set_item("removed_tokens", removed)?;
+        }
+        if let Some(counts) = &stats.speculation {
+            dict.set_item("speculation", speculation::counts(py, counts)?)?;
         }
         if let Some(tiers) = &stats.tiers {
             dict.set_item("tiers", tiers::stats(py, tiers)?)?;

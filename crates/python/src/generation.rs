@@ -1,6 +1,6 @@
 //! A text that is being generated: an iterator over its pieces, also an asynchronous one.
 use crate::errors::{Class, engine};
-use crate::session::Branch;
+use crate::session::{Branch, Core};
 use crate::wait::exclusive;
 use kvist_engine::generate::{GenerationEnd, Stepwise};
 use kvist_model::answers::AnswerSplitter;
@@ -66,7 +66,12 @@ impl Generation {
             let pool = branch.pool.clone();
             let mut core = pool.lock();
             core.extends(branch.seq);
-            inner.stepwise.step(&mut core.session).map_err(engine)?;
+            let Core { session, speculator, .. } = &mut *core;
+            let stepped = match speculator {
+                Some(speculator) => inner.stepwise.step_drafted(session, speculator),
+                None => inner.stepwise.step(session),
+            };
+            stepped.map_err(engine)?;
             let tokens = inner.stepwise.tokens();
             branch.tokens.extend_from_slice(&tokens[inner.told..]);
             inner.told = tokens.len();

@@ -20,6 +20,7 @@ mod retained;
 mod saved;
 mod session;
 mod simulator;
+mod speculation;
 mod step;
 mod tiers;
 mod wait;

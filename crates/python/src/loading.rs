@@ -3,11 +3,12 @@ use crate::errors::{Class, argument, engine};
 use kvist_device::MemoryBudget;
 use kvist_engine::devices::{Compute, Place};
 use kvist_engine::saved::LateOrigin;
-use kvist_hub::{Hub, Progress, Settings};
+use kvist_hub::{Hub, Progress, Resolved, Settings};
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, ModelFile, Opened};
 use pyo3::prelude::*;
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{LazyLock, Mutex};
 
 /// The most threads that make sense, as for `kvist --threads`.
@@ -71,6 +72,22 @@ impl Progress for Silent {
     }
 }
 
+/// How a model was loaded: a draft model is loaded alike.
+#[derive(Clone, Copy, Debug)]
+pub struct Loading {
+    pub format: WeightFormat,
+    pub mmap: bool,
+    pub offline: bool,
+    pub is_embedded: bool,
+}
+
+/// Finds a model on this machine, or downloads it.
+pub fn find(path: &Path, offline: bool) -> PyResult<Resolved> {
+    let mut settings = Settings::from_env(&|name| std::env::var_os(name));
+    settings.offline |= offline;
+    Hub::new(settings).resolve(path, &mut Silent).map_err(|why| Class::Model.with(why.to_string()))
+}
+
 /// Finds the model on this machine, downloads what is missing, and loads it.
 pub fn load(
     path: Option<PathBuf>,
@@ -82,10 +99,7 @@ pub fn load(
     let (file, name) = match path {
         None => (ModelFile::Embedded, None),
         Some(path) => {
-            let mut settings = Settings::from_env(&|name| std::env::var_os(name));
-            settings.offline |= offline;
-            let found = Hub::new(settings).resolve(&path, &mut Silent);
-            let found = found.map_err(|why| Class::Model.with(why.to_string()))?;
+            let found = find(&path, offline)?;
             let name = (found.path != path).then(|| path.display().to_string());
             (ModelFile::Path(found.path), name)
         }

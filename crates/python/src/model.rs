@@ -2,10 +2,11 @@
 use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, keep, to_json, tokenizer};
 use crate::errors::{argument, engine, file};
 use crate::generation::Generation;
-use crate::loading::{self, Bytes, compute, load};
+use crate::loading::{self, Bytes, Loading, compute, load};
 use crate::prefix;
 use crate::saved::{Prefix, PrefixArgument, SavedArgument};
 use crate::session::{Beginning, Session, Text};
+use crate::speculation::Drafts;
 use crate::wait::without_gil;
 use kvist_cache::SeqId;
 use kvist_device::Registry;
@@ -48,6 +49,7 @@ pub struct Model {
     pub backend: String,
     /// What K and V of texts depend on, for files.
     pub origin: Arc<LateOrigin>,
+    pub loading: Loading,
 }
 
 /// Default context of a session, in tokens, if the model was trained on more.
@@ -75,12 +77,13 @@ impl Model {
         let memory = memory.map(|bytes| bytes.get("memory")).transpose()?;
         let compute = compute(threads, deterministic, fast_prefill)?;
         let options = LoadOptions { format, mmap, context, ..LoadOptions::default() };
+        let loading = Loading { format, mmap, offline, is_embedded: path.is_none() };
         let ((place, backend), (model, origin)) = without_gil(py, || {
             let (place, backend) = loading::place(backend, &compute)?;
             let loaded = load(path, &options, &place, memory, offline)?;
             Ok::<_, PyErr>(((place, backend), loaded))
         })?;
-        Ok(Model { model: Arc::new(model), place, backend, origin: Arc::new(origin) })
+        Ok(Model { model: Arc::new(model), place, backend, origin: Arc::new(origin), loading })
     }
 
     /// The model's name: its path, or the name that it was loaded by.
@@ -137,7 +140,7 @@ impl Model {
     /// A session with a cache of its own.
     ///
     /// Args:
-    ///     kind: contiguous, ring (needs a window), cells, tree or paged.
+    ///     kind: contiguous, ring (needs a window), cells, tree or paged; by default cells, and tree where drafts are trees.
     ///     kv, kv_v: storage of K and V, and of V if it differs: f32, f16, bf16, q8, q4, t4, and their variants.
     ///     context: tokens that the cache holds, over all branches; by default the model's context, at most 4096.
     ///     window, sinks: tokens that a query sees, and first tokens that stay visible beside them.
@@ -150,18 +153,26 @@ impl Model {
     ///         by default the model's context. The kind is cells, tree or paged; the session has one branch, and is not saved.
     ///     prefix: a `Prefix`, or its path, that the text begins with: it is not computed, and on the CPU its memory is shared. `kv` is then
     ///         that of the prefix unless given.
+    ///     speculate: what proposes tokens, of which several are verified in one pass: the same texts, sooner where proposals are right.
+    ///         "auto" (as much as pays off), "ngram", "suffix", "draft" (a smaller model) or "eagle" (a head); None or "off" for none.
+    ///         Not with `keep`.
+    ///     draft_model: for "draft", "eagle" and "auto": a `Model` with the same vocabulary, or where one is; or the folder of a head. A path
+    ///         is loaded for this session alone, in the model's `memory`. The embedded model has both of its own.
+    ///     draft_tokens, draft_depth, draft_width: most tokens of a draft (16), of a path in it (8; 5 with "draft"), and continuations of
+    ///         the same token (4; 1 with "draft"). With 1, drafts are chains, which every kind verifies; trees need tree or paged.
     ///
     /// Raises:
+    ///     ArgumentError: an argument is wrong, or the draft model has another vocabulary.
     ///     OutOfMemory: the bound on the session's memory does not fit; nothing was allocated.
     ///     FileError, MismatchError: the prefix cannot be used.
-    #[pyo3(signature = (*, kind="cells", prefix=None, **options))]
+    #[pyo3(signature = (*, kind=None, prefix=None, **options))]
     #[pyo3(
-        text_signature = "($self, *, kind='cells', prefix=None, keep=None, kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=None, recent=16, max_rows=1, backend=None)"
+        text_signature = "($self, *, kind=None, prefix=None, keep=None, kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=None, recent=16, max_rows=1, backend=None, speculate=None, draft_model=None, draft_tokens=16, draft_depth=None, draft_width=None)"
     )]
     fn session(
         &self,
         py: Python<'_>,
-        kind: &str,
+        kind: Option<&str>,
         prefix: Option<PrefixArgument<'_>>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Session> {
@@ -177,9 +188,15 @@ impl Model {
             Some(_) => self.defaults_of(self.model.config().context),
             None => self.defaults(),
         };
-        let config = CacheConfig { keep, ..cache_config(&mut options, kind, &defaults)? };
+        let drafts = Drafts::take(&mut options)?;
+        let kind = kind_for(kind, "cells", drafts.as_ref());
+        let mut config = CacheConfig { keep, ..cache_config(&mut options, kind, &defaults)? };
         options.end()?;
-        self.open(py, &config)
+        if let Some(drafts) = &drafts {
+            let context = config.context_tokens;
+            drafts.prepare(&mut config, Some(context))?;
+        }
+        self.open(py, &config, drafts)
     }
 
     /// A session that goes on where one was saved, without computing its text again. The next logits are the same to the bit, on
@@ -189,19 +206,20 @@ impl Model {
     ///     saved: a file of `Session.save` or of `kvist run --save-session`, or a `SavedSession`.
     ///     kind, kv, kv_v, context, window, sinks, chunk, recent, max_rows, backend: as for `session`. `kv`, `kv_v` and `recent` are
     ///         those of the file, and others are refused; the kind may be another. `context` has room for 256 tokens more.
+    ///     speculate, draft_model, draft_tokens, draft_depth, draft_width: as for `session`.
     ///
     /// Raises:
     ///     FileError: the file cannot be read, is torn or has changed.
     ///     MismatchError: it was made with other weights, another tokenizer, another storage or window: the text says which.
-    #[pyo3(signature = (saved, *, kind="cells", **options))]
+    #[pyo3(signature = (saved, *, kind=None, **options))]
     #[pyo3(
-        text_signature = "($self, saved, *, kind='cells', kv=None, kv_v=None, context=None, window=None, sinks=0, chunk=None, recent=None, max_rows=1, backend=None)"
+        text_signature = "($self, saved, *, kind=None, kv=None, kv_v=None, context=None, window=None, sinks=0, chunk=None, recent=None, max_rows=1, backend=None, speculate=None, draft_model=None, draft_tokens=16, draft_depth=None, draft_width=None)"
     )]
     fn resume(
         &self,
         py: Python<'_>,
         saved: SavedArgument<'_>,
-        kind: &str,
+        kind: Option<&str>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Session> {
         let options = Options::of("resume", options)?;
@@ -288,7 +306,7 @@ impl Model {
     /// those of its cache.
     #[pyo3(signature = (prompt, **options))]
     #[pyo3(
-        text_signature = "($self, prompt, *, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None, keep=None)"
+        text_signature = "($self, prompt, *, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None, keep=None, speculate=None, draft_model=None)"
     )]
     fn generate(
         &self,
@@ -311,7 +329,7 @@ impl Model {
     ///     template: further variables of the template, such as {"enable_thinking": False}.
     #[pyo3(signature = (messages, *, tools=None, template=None, **options))]
     #[pyo3(
-        text_signature = "($self, messages, *, tools=None, template=None, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None, keep=None)"
+        text_signature = "($self, messages, *, tools=None, template=None, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None, keep=None, speculate=None, draft_model=None)"
     )]
     fn chat(
         &self,
@@ -388,9 +406,11 @@ impl Model {
         self.place.registry()
     }
 
-    pub fn open(&self, py: Python<'_>, config: &CacheConfig) -> PyResult<Session> {
+    fn open(&self, py: Python<'_>, config: &CacheConfig, drafts: Option<Drafts>) -> PyResult<Session> {
         let registry = self.registry();
-        Session::open(py, (&self.model, &self.origin), &registry, config)
+        let speculator = |drafts: Drafts| drafts.of_session(self, &registry, config);
+        let speculator = without_gil(py, || drafts.map(speculator).transpose())?;
+        Session::open(py, (&self.model, &self.origin), &registry, config, speculator)
     }
 
     fn defaults(&self) -> CacheDefaults {
@@ -406,15 +426,21 @@ impl Model {
         &self,
         py: Python<'_>,
         beginning: &Beginning,
-        kind: &str,
+        kind: Option<&str>,
         mut options: Options<'_>,
     ) -> PyResult<Session> {
         let defaults = self.defaults().of_file(&beginning.origin().cache, beginning.tokens().len());
-        let config = cache_config(&mut options, kind, &defaults)?;
+        let drafts = Drafts::take(&mut options)?;
+        let kind = kind_for(kind, "cells", drafts.as_ref());
+        let mut config = cache_config(&mut options, kind, &defaults)?;
         options.end()?;
+        if let Some(drafts) = &drafts {
+            let context = config.context_tokens;
+            drafts.prepare(&mut config, Some(context))?;
+        }
         // Before memory is reserved.
         without_gil(py, || beginning.check(&self.origin.of(&self.model, &config).map_err(engine)?))?;
-        let session = self.open(py, &config)?;
+        let session = self.open(py, &config, drafts)?;
         session.begin_with(py, beginning)?;
         Ok(session)
     }
@@ -427,12 +453,26 @@ impl Model {
         prompt: usize,
         wanted: &Wanted,
     ) -> PyResult<Session> {
-        let needed = prompt.saturating_add(wanted.limits.max_tokens).max(1);
+        let drafts = Drafts::take(&mut options)?;
+        // Those that may be rejected need cells too.
+        let room = drafts.as_ref().map_or(0, |drafts| drafts.options.tokens as usize);
+        let needed = prompt.saturating_add(wanted.limits.max_tokens).saturating_add(room).max(1);
         let context = u32::try_from(needed).unwrap_or(u32::MAX).min(self.model.config().context);
         let keep = keep(&mut options)?;
         let kind = if keep.is_some() { "cells" } else { "contiguous" };
-        let config = CacheConfig { keep, ..cache_config(&mut options, kind, &self.defaults_of(context))? };
+        let kind = kind_for(None, kind, drafts.as_ref());
+        let mut config =
+            CacheConfig { keep, ..cache_config(&mut options, kind, &self.defaults_of(context))? };
         options.end()?;
-        self.open(py, &config)
+        if let Some(drafts) = &drafts {
+            drafts.prepare(&mut config, None)?;
+        }
+        self.open(py, &config, drafts)
     }
+}
+
+/// The kind that is asked for, or else `usual`, or one that verifies the trees of `drafts`.
+fn kind_for<'k>(asked: Option<&'k str>, usual: &'k str, drafts: Option<&Drafts>) -> &'k str {
+    let grows_trees = drafts.is_some_and(|drafts| drafts.options.grows_trees());
+    asked.unwrap_or(if grows_trees { "tree" } else { usual })
 }

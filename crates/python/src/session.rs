@@ -4,7 +4,7 @@ use crate::errors::{Class, argument, engine, file, mismatch, refused};
 use crate::generation::Generation;
 use crate::model::Model;
 use crate::wait::{exclusive, lock, without_gil};
-use kvist_cache::SeqId;
+use kvist_cache::{NodeId, SeqId};
 use kvist_device::Registry;
 use kvist_engine::Error;
 use kvist_engine::frozen::{self, SharedPrefix};
@@ -12,6 +12,7 @@ use kvist_engine::generate::Stepwise;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::{self, LateOrigin, SavedSession, SavedText};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::speculate::Speculator;
 use kvist_model::answers::AnswerSplitter;
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
@@ -22,13 +23,23 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// The engine's session, which the branches use in turn. Its lock is waited for without the GIL only.
 pub struct Pool {
     core: Mutex<Core>,
-    /// Sequences of branches that are gone. They are removed when the lock is next taken, so that dropping a branch
-    /// never waits.
-    dropped: Mutex<Vec<SeqId>>,
+    /// Branches that are gone. Their sequences are removed when the lock is next taken, so that dropping a branch never
+    /// waits.
+    dropped: Mutex<Vec<Dropped>>,
+}
+
+/// What is left of a branch.
+struct Dropped {
+    seq: SeqId,
+    tokens: Vec<u32>,
+    /// As in [`Branch`].
+    answer: usize,
 }
 
 pub struct Core {
     pub session: ModelSession,
+    /// Drafts for the texts of all branches; `None` without.
+    pub speculator: Option<Speculator>,
     next_seq: u32,
     /// The branch that was extended last.
     fed: SeqId,
@@ -44,7 +55,10 @@ impl Core {
 impl Pool {
     pub fn lock(&self) -> MutexGuard<'_, Core> {
         let mut core = lock(&self.core);
-        for seq in std::mem::take(&mut *lock(&self.dropped)) {
+        for Dropped { seq, tokens, answer } in std::mem::take(&mut *lock(&self.dropped)) {
+            if let Some(speculator) = &mut core.speculator {
+                speculator.end(u64::from(seq.0), "", &tokens, answer);
+            }
             if let Some(mut sequences) = core.session.cache().sequences() {
                 // A sequence that is not there needs no removal.
                 let _ = sequences.seq_rm(seq, 0, u32::MAX);
@@ -60,13 +74,18 @@ pub struct Branch {
     pub seq: SeqId,
     /// The whole text. The cache holds the first of these tokens, the others are computed in the next pass.
     pub tokens: Vec<u32>,
+    /// Where the last answer begins in them, or their number: drafters learn from answers that are removed.
+    pub answer: usize,
+    /// Tokens of draft nodes behind the text, by the number of the node. They are no part of it until they are accepted.
+    pub nodes: Vec<u32>,
     /// Counts what changes the text, so that an older generation cannot go on with it.
     pub version: u64,
 }
 
 impl Drop for Branch {
     fn drop(&mut self) {
-        lock(&self.pool.dropped).push(self.seq);
+        let (seq, tokens, answer) = (self.seq, std::mem::take(&mut self.tokens), self.answer);
+        lock(&self.pool.dropped).push(Dropped { seq, tokens, answer });
     }
 }
 
@@ -74,6 +93,9 @@ impl Branch {
     /// Replaces the text. What both texts begin with stays in the cache, except for at least one token, whose logits are
     /// needed to go on. On `Err` text and cache belong together as before.
     fn set(&mut self, core: &mut Core, tokens: Vec<u32>) -> Result<(), Error> {
+        if !self.nodes.is_empty() {
+            self.accept(core, &[])?;
+        }
         let session = &mut core.session;
         let held = session.cache().next_position(self.seq).unwrap_or(0) as usize;
         let same = self.tokens.iter().zip(&tokens).take_while(|(a, b)| a == b).count();
@@ -85,8 +107,22 @@ impl Branch {
         if keep < held {
             session.truncate(self.seq, keep as u32)?;
         }
+        if let Some(speculator) = core.speculator.as_mut().filter(|_| same < self.tokens.len()) {
+            speculator.removed(u64::from(self.seq.0), "", &self.tokens, same.max(self.answer));
+        }
+        self.answer = tokens.len(); // what was removed is told once
         self.tokens = tokens;
         self.version += 1;
+        Ok(())
+    }
+
+    /// Makes a path of the draft nodes part of the text, and drops the others. On `Err` nothing changes.
+    fn accept(&mut self, core: &mut Core, path: &[NodeId]) -> Result<(), Error> {
+        if let Some(mut trees) = core.session.cache().trees() {
+            trees.commit_path(self.seq, path)?;
+        }
+        let nodes = std::mem::take(&mut self.nodes);
+        self.tokens.extend(path.iter().filter_map(|node| nodes.get(node.0 as usize)));
         Ok(())
     }
 
@@ -106,17 +142,22 @@ pub struct Session {
 
 const SESSION: &str = "session";
 
+const NO_TREES: &str =
+    "draft trees do not outlive their pass in this kind of cache: use a session with kind=\"tree\"";
+
 impl Session {
     pub fn open(
         py: Python<'_>,
         (model, origin): (&Arc<kvist_model::Model>, &Arc<LateOrigin>),
         registry: &Registry,
         config: &CacheConfig,
+        speculator: Option<Speculator>,
     ) -> PyResult<Self> {
         let session = py.detach(|| ModelSession::new(model, registry, config)).map_err(engine)?;
-        let core = Core { session, next_seq: 1, fed: SeqId::ONLY };
+        let core = Core { session, speculator, next_seq: 1, fed: SeqId::ONLY };
         let pool = Arc::new(Pool { core: Mutex::new(core), dropped: Mutex::default() });
-        let branch = Branch { pool, seq: SeqId::ONLY, tokens: Vec::new(), version: 0 };
+        let branch =
+            Branch { pool, seq: SeqId::ONLY, tokens: Vec::new(), answer: 0, nodes: Vec::new(), version: 0 };
         Ok(Session { model: model.clone(), origin: origin.clone(), branch: Arc::new(Mutex::new(branch)) })
     }
 
@@ -137,6 +178,7 @@ impl Session {
                 }
             }
             branch.tokens = beginning.tokens().to_vec();
+            branch.answer = branch.tokens.len();
             Ok(())
         })
     }
@@ -152,15 +194,16 @@ impl Session {
             kvist_engine::check_prompt(core.session.config(), text.len()).map_err(engine)?;
             branch.set(&mut core, text).map_err(engine)?;
             let held = branch.held(&mut core);
-            sampler.observe(&branch.tokens[..held]);
-            let prompt = branch.tokens[held..].to_vec();
+            let (before, prompt) = branch.tokens.split_at(held);
+            sampler.observe(before);
             let splitter = answers.then(|| AnswerSplitter::new(&self.model, &branch.tokens)).flatten();
             let (splitter, marks) = splitter.unzip();
             let session = &mut core.session;
-            let made = Stepwise::new(
+            let made = Stepwise::after(
                 session,
                 branch.seq,
-                prompt,
+                before,
+                prompt.to_vec(),
                 sampler,
                 &wanted.limits,
                 marks.unwrap_or_default(),
@@ -168,6 +211,75 @@ impl Session {
             Ok((made.map_err(engine)?, branch.version, splitter))
         })?;
         Ok(Generation::new(self.branch.clone(), stepwise, version, splitter))
+    }
+
+    /// Adds tokens to the text. Returns rows of logits.
+    fn forward_text(&self, py: Python<'_>, tokens: Prompt, all: bool) -> PyResult<Vec<f32>> {
+        let text = self.more(tokens)?;
+        without_gil(py, || {
+            let mut branch = exclusive(SESSION, &self.branch)?;
+            let known = branch.tokens.len();
+            let text = text.after(&branch)?;
+            let pool = branch.pool.clone();
+            let mut core = pool.lock();
+            if text.len() == known {
+                return Err(engine(Error::EmptyPrompt));
+            }
+            kvist_engine::check_prompt(core.session.config(), text.len()).map_err(engine)?;
+            branch.set(&mut core, text).map_err(engine)?;
+            core.extends(branch.seq);
+            let held = branch.held(&mut core);
+            let done =
+                compute(&mut core, branch.seq, &branch.tokens[held..], all.then_some(known.max(held) - held));
+            if let Err(error) = done {
+                let before = branch.tokens[..known].to_vec();
+                branch.set(&mut core, before).map_err(engine)?;
+                return Err(engine(error));
+            }
+            Ok(core.session.take_logits())
+        })
+    }
+
+    /// Adds draft nodes behind the text, whose missing tokens are computed first. Returns rows of logits.
+    fn forward_tree(
+        &self,
+        py: Python<'_>,
+        tokens: Prompt,
+        parents: &[Option<u32>],
+        all: bool,
+    ) -> PyResult<Vec<f32>> {
+        let tokens = tokens.encode(&self.model, false)?;
+        if tokens.len() != parents.len() {
+            return Err(argument(format!(
+                "`parents`: {} for {} tokens: give one for each, None for a child of the text's end",
+                parents.len(),
+                tokens.len()
+            )));
+        }
+        let parents: Vec<Option<NodeId>> = parents.iter().map(|parent| parent.map(NodeId)).collect();
+        without_gil(py, || {
+            let mut branch = exclusive(SESSION, &self.branch)?;
+            let pool = branch.pool.clone();
+            let mut core = pool.lock();
+            if core.session.cache().trees().is_none() {
+                return Err(argument(NO_TREES));
+            }
+            if tokens.is_empty() {
+                return Err(engine(Error::EmptyPrompt));
+            }
+            core.extends(branch.seq);
+            let (seq, held) = (branch.seq, branch.held(&mut core));
+            let missing = &branch.tokens[held..];
+            if !missing.is_empty() {
+                core.session.prefill(seq, missing, &mut |_| true).map_err(engine)?;
+            }
+            let rows = if all { LogitRows::All } else { LogitRows::LastOfEach };
+            let input = SequenceInput::draft_tree(seq, &tokens, &parents);
+            core.session.forward(&[input], rows).map_err(engine)?;
+            branch.nodes.extend_from_slice(&tokens);
+            branch.version += 1;
+            Ok(core.session.take_logits())
+        })
     }
 
     /// Tokens to add to the text.
@@ -294,44 +406,53 @@ impl Session {
     /// Adds tokens to the text and returns logits, float32 `[rows, vocab]`: after the last token, or with rows="all" after
     /// each one, of which there may be `max_rows`. The array owns the memory that the model wrote to: nothing is copied.
     /// After an error the text is as before.
-    #[pyo3(signature = (tokens, *, rows="last"))]
+    ///
+    /// Args:
+    ///     tokens: a string or token ids.
+    ///     rows: "last" or "all".
+    ///     parents: makes `tokens` nodes of a draft tree behind the text instead: the parent of each, the number of an earlier node, or
+    ///         None for the end of the text. Nodes are numbered over several calls; `accept` makes a path of them part of the text.
+    ///         Only in kind "tree". What changes the text otherwise drops them.
+    #[pyo3(signature = (tokens, *, rows="last", parents=None))]
     fn forward<'py>(
         &self,
         py: Python<'py>,
         tokens: Prompt,
         rows: &str,
+        parents: Option<Vec<Option<u32>>>,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let all = match rows {
             "last" => false,
             "all" => true,
             other => return Err(argument(format!("`rows`: `{other}` is neither `last` nor `all`"))),
         };
-        let text = self.more(tokens)?;
-        let logits = without_gil(py, || {
-            let mut branch = exclusive(SESSION, &self.branch)?;
-            let known = branch.tokens.len();
-            let text = text.after(&branch)?;
-            let pool = branch.pool.clone();
-            let mut core = pool.lock();
-            if text.len() == known {
-                return Err(engine(Error::EmptyPrompt));
-            }
-            kvist_engine::check_prompt(core.session.config(), text.len()).map_err(engine)?;
-            branch.set(&mut core, text).map_err(engine)?;
-            core.extends(branch.seq);
-            let held = branch.held(&mut core);
-            let done =
-                compute(&mut core, branch.seq, &branch.tokens[held..], all.then_some(known.max(held) - held));
-            if let Err(error) = done {
-                let before = branch.tokens[..known].to_vec();
-                branch.set(&mut core, before).map_err(engine)?;
-                return Err(engine(error));
-            }
-            Ok(core.session.take_logits())
-        })?;
+        let logits = match parents {
+            None => self.forward_text(py, tokens, all)?,
+            Some(parents) => self.forward_tree(py, tokens, &parents, all)?,
+        };
         let vocab = self.model.config().vocab;
         let n_rows = logits.len() / vocab;
         logits.into_pyarray(py).reshape([n_rows, vocab])
+    }
+
+    /// Makes a path of draft nodes part of the text, and drops the others; an empty path drops all. A path is a list of the
+    /// numbers of nodes, from a child of the text's end on, each the parent of the next one. No K and V are computed again.
+    ///
+    /// Raises:
+    ///     Refused: the numbers are no path. Nothing changes.
+    fn accept(&self, py: Python<'_>, path: Vec<u32>) -> PyResult<()> {
+        py.detach(|| {
+            let mut branch = exclusive(SESSION, &self.branch)?;
+            let pool = branch.pool.clone();
+            let mut core = pool.lock();
+            let path: Vec<NodeId> = path.into_iter().map(NodeId).collect();
+            if core.session.cache().trees().is_none() {
+                return Err(argument(NO_TREES));
+            }
+            branch.accept(&mut core, &path).map_err(engine)?;
+            branch.version += 1;
+            Ok(())
+        })
     }
 
     /// A session with the same text that shares the cached K and V and copies none. Both go on independently.
@@ -353,7 +474,9 @@ impl Session {
             core.next_seq += 1;
             drop(core);
             let (pool, tokens) = (branch.pool.clone(), branch.tokens.clone());
-            Ok::<_, PyErr>(Branch { pool, seq, tokens, version: 0 })
+            // The last answer is the other branch's.
+            let answer = tokens.len();
+            Ok::<_, PyErr>(Branch { pool, seq, tokens, answer, nodes: Vec::new(), version: 0 })
         })?;
         let (model, origin) = (self.model.clone(), self.origin.clone());
         Ok(Session { model, origin, branch: Arc::new(Mutex::new(branch)) })
@@ -377,6 +500,9 @@ impl Session {
             let mut core = branch.pool.lock();
             if branch.held(&mut core) == 0 {
                 return Err(argument("nothing is computed yet: call `generate` or `forward` before `save`"));
+            }
+            if !branch.nodes.is_empty() {
+                return Err(argument("there are draft nodes behind the text: call `accept` before `save`"));
             }
             let origin = self.origin.of(&self.model, core.session.config()).map_err(engine)?;
             let text = SavedText { tokens: &branch.tokens, messages: &messages };
@@ -425,6 +551,19 @@ impl Session {
     #[getter]
     fn removed_tokens(&self, py: Python<'_>) -> PyResult<u64> {
         py.detach(|| Ok(exclusive(SESSION, &self.branch)?.pool.lock().session.removed_tokens()))
+    }
+    /// What drafts have achieved in this session and its branches: a dict with `target_passes`, the passes that gave tokens; `drafts`, those
+    /// of them with a draft; `drafted` and `accepted`, the tokens that were verified and that were right; `accepted_per_position`, how often
+    /// the first, the second token of a draft was; and `failure`, the error of a drafter, only if one has ended speculation. `None` without
+    /// `speculate`.
+    #[getter]
+    fn speculation<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let counts = py.detach(|| {
+            let branch = exclusive(SESSION, &self.branch)?;
+            let core = branch.pool.lock();
+            Ok::<_, PyErr>(core.speculator.as_ref().map(|speculator| speculator.counts().clone()))
+        })?;
+        counts.map(|counts| crate::speculation::counts(py, &counts)).transpose()
     }
     /// Bytes of K and V that the session and its branches reserve now.
     #[getter]

@@ -46,6 +46,22 @@ def sessions():
     return grown(work)
 
 
+def drafts():
+    model = kvist.Model(threads=1)
+    kept = model.session(context=128, speculate="suffix")
+
+    def work(i):
+        if i % 10 == 0:
+            session = model.session(context=128, speculate=("suffix", "ngram", "auto", "draft", "eagle")[i // 10 % 5], draft_tokens=4)
+            next(session.generate([5, 6, 7, 5, 6, 7], max_tokens=3, ignore_eos=True), None)  # and left
+            del session
+        fork = kept.fork()
+        fork.forward([i % 1000])
+        del fork  # drafters forget it, and learn a bounded number of tokens
+
+    return grown(work)
+
+
 def steps():
     blocks = cache.Paged(capacity=1024, block_tokens=16)
     blocks.open(1, [1])
@@ -63,7 +79,7 @@ def steps():
     return grown(work)
 
 
-CASES = {"sessions": sessions, "steps": steps}
+CASES = {"sessions": sessions, "drafts": drafts, "steps": steps}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -43,11 +43,28 @@ class _Steps(_Storage, total=False):
     chunk: Optional[int]
     max_rows: int
 
-class _Session(_Steps, total=False):
+class _Drafts(TypedDict, total=False):
+    speculate: Optional[Literal["auto", "ngram", "suffix", "draft", "eagle", "off"]]
+    draft_model: Optional[Union[Model, _Path]]
+    draft_tokens: Optional[int]
+    draft_depth: Optional[int]
+    draft_width: Optional[int]
+
+class _Session(_Steps, _Drafts, total=False):
     keep: Optional[str]
 
-class _BatchStorage(_Storage, total=False):
+class _Resumed(_Steps, _Drafts, total=False): ...
+
+class _BatchStorage(_Storage, _Drafts, total=False):
     keep: Optional[str]
+
+class _Speculation(TypedDict, total=False):
+    target_passes: Required[int]
+    drafts: Required[int]
+    drafted: Required[int]
+    accepted: Required[int]
+    accepted_per_position: Required[list[int]]
+    failure: str
 
 class _StoreStats(TypedDict):
     name: str
@@ -103,6 +120,7 @@ class _BatchStats(TypedDict, total=False):
     kv_bytes_read: Required[int]
     busy_s: Required[float]
     removed_tokens: int
+    speculation: _Speculation
     tiers: _TierStats
 
 class _SamplingAndStorage(_Sampling, _Session, total=False): ...
@@ -142,7 +160,7 @@ class Model:
     def session(
         self,
         *,
-        kind: str = "cells",
+        kind: Optional[str] = None,
         prefix: Optional[Union[Prefix, _Path]] = None,
         **options: Unpack[_Session],
     ) -> Session: ...
@@ -150,8 +168,8 @@ class Model:
         self,
         saved: Union[SavedSession, _Path],
         *,
-        kind: str = "cells",
-        **options: Unpack[_Steps],
+        kind: Optional[str] = None,
+        **options: Unpack[_Resumed],
     ) -> Session: ...
     def freeze_prefix(
         self,
@@ -196,7 +214,14 @@ class Session:
         template: Optional[Mapping[str, Any]] = None,
         **options: Unpack[_Sampling],
     ) -> Generation: ...
-    def forward(self, tokens: Prompt, *, rows: Literal["last", "all"] = "last") -> npt.NDArray[np.float32]: ...
+    def forward(
+        self,
+        tokens: Prompt,
+        *,
+        rows: Literal["last", "all"] = "last",
+        parents: Optional[Sequence[Optional[int]]] = None,
+    ) -> npt.NDArray[np.float32]: ...
+    def accept(self, path: Sequence[int]) -> None: ...
     def fork(self) -> Session: ...
     def rollback(self, n: int) -> None: ...
     def save(self, path: _Path, *, messages: Optional[Sequence[Mapping[str, str]]] = None) -> None: ...
@@ -208,6 +233,8 @@ class Session:
     def cached_tokens(self) -> int: ...
     @property
     def removed_tokens(self) -> int: ...
+    @property
+    def speculation(self) -> Optional[_Speculation]: ...
     @property
     def kv_bytes(self) -> int: ...
     @property
