@@ -156,6 +156,27 @@ typedef struct kvist_prefix kvist_prefix;
 // sequence 0 exists from the start.
 typedef struct kvist_session kvist_session;
 
+// Drafts: tokens are proposed, and several are verified in one pass. The texts stay the same; they come sooner where proposals are right
+// (docs/speculation.md). All zeros and nulls are none.
+typedef struct kvist_draft_options {
+  // What proposes: "auto" (as much as pays off), "ngram", "suffix", "draft" (a smaller model) or "eagle" (a head). Null or "off" is
+  // nothing, and then the other fields are zero and null.
+  const char *speculate;
+  // For "draft" and "auto": a model with the same vocabulary. Its cache is in its own memory; it may be freed before the session or batch.
+  // Null is the embedded model's own with "draft", if that is the target.
+  const struct kvist_model *draft_model;
+  // For "eagle" and "auto": the folder of a head that was trained for the model, with config.json and safetensors. It is loaded for this
+  // session or batch alone, in the memory of its model. Null is the embedded model's own with "eagle", if that is the target.
+  const char *draft_head;
+  // Most tokens of a draft; 0 is 16.
+  uint32_t draft_tokens;
+  // Most tokens on a path of it; 0 is 8, and 5 with "draft".
+  uint32_t draft_depth;
+  // Most continuations of the same token; 0 is 4, and 1 with "draft". 1 drafts chains, which every kind verifies; trees need "tree" or
+  // "paged".
+  uint32_t draft_width;
+} kvist_draft_options;
+
 // How a batch stores K and V, what it computes at once, and the tiers below its cache. All zeros and nulls are the defaults.
 typedef struct kvist_batch_options {
   // How K is stored, as in `kvist_session_options`; null is "f16", or as in the file of `prefix`.
@@ -205,6 +226,8 @@ typedef struct kvist_batch_options {
   // Milliseconds that a text waits for a tier to say what it has. A load may take this much longer than four times its estimate; then
   // its tokens are computed. An operation of a disk or a shared store has as long, 2 s at least and 50 s at most. 0 is 250.
   uint32_t tier_grace_ms;
+  // Drafts: a step verifies whole ones of up to eight texts, and less for each of more. Not with `keep`.
+  struct kvist_draft_options drafts;
 } kvist_batch_options;
 
 // How a text is generated. `kvist_greedy` gives a valid one to start from.
@@ -350,6 +373,19 @@ typedef struct kvist_batch_stats {
   uint64_t load_bytes;
   uint64_t store_bytes;
 } kvist_batch_stats;
+
+// What speculation has achieved.
+typedef struct kvist_speculation {
+  // Passes that gave tokens; in a batch a pass counts once for each text in it.
+  uint64_t target_passes;
+  // Passes of them that verified a draft.
+  uint64_t drafts;
+  // Draft tokens that were verified, and of them those that were accepted.
+  uint64_t drafted_tokens;
+  uint64_t accepted_tokens;
+  // A drafter has failed: texts go on without drafts.
+  bool has_failed;
+} kvist_speculation;
 
 // Rows in the caller's memory: a tensor with the sizes and strides that PyTorch and DLPack give it, its axes in the order
 // batch, tokens, heads, elements. Strides count elements and are not negative. The elements of a row are contiguous.
@@ -578,6 +614,8 @@ typedef struct kvist_session_options {
   // answers change. `context_tokens` is then the longest text, and 0 the model's context. For kinds "cells", "tree" and
   // "paged" (null is "cells"); the session has one sequence, and neither saves nor resumes.
   const char *keep;
+  // Drafts: texts come sooner, and stay the same. A null `kind` is "tree" where drafts are trees. Not with `keep`.
+  struct kvist_draft_options drafts;
 } kvist_session_options;
 
 // New tokens of one sequence in a pass.
@@ -597,13 +635,13 @@ extern "C" {
 #endif // __cplusplus
 
 // Makes a batch and starts its thread. Null `options` are the defaults. What the cache takes at most is set aside in the model's budget, so
-// that no text is refused memory later. `KVIST_OUT_OF_MEMORY` if the cache, or what the tiers take of memory, does not fit;
+// that no text is refused memory later. `KVIST_OUT_OF_MEMORY` if the cache, what the tiers take of memory, or a draft model does not fit;
 // `KVIST_BAD_FILE` if the prefix or the directory of a tier cannot be used. A shared store that cannot be reached now is no error: it costs
 // hits and no text. On an error nothing is started, but a directory of a tier may have been created.
 //
 // # Safety
-// `model` came from `kvist_model_open`, `options` is null or valid: its strings are null or null-terminated, and its `prefix` is null or
-// came from `kvist_prefix_open`. `batch` is a place for a pointer.
+// `model` came from `kvist_model_open`, `options` is null or valid: its strings are null or null-terminated, its `prefix` is null or came
+// from `kvist_prefix_open`, and its `draft_model` is null or came from `kvist_model_open`. `batch` is a place for a pointer.
 kvist_status kvist_batch_new(const struct kvist_model *model,
                              const struct kvist_batch_options *options,
                              struct kvist_batch **batch);
@@ -700,6 +738,13 @@ kvist_status kvist_job_free(struct kvist_job *job);
 // # Safety
 // `batch` came from `kvist_batch_new`; `stats` is a place for the result.
 kvist_status kvist_batch_describe(const struct kvist_batch *batch, struct kvist_batch_stats *stats);
+
+// Writes what drafts have achieved in a batch until the end of the last step; all zeros without drafts. Never waits.
+//
+// # Safety
+// `batch` came from `kvist_batch_new`; `counts` is a place for the result.
+kvist_status kvist_batch_speculation(const struct kvist_batch *batch,
+                                     struct kvist_speculation *counts);
 
 // Runs one layer of the step in flight: writes its K and V, then attends over exactly what each token may see. Every layer
 // runs once; a layer that borrows K and V runs after the one that it borrows from. On an error the layer has not run, and the
@@ -980,7 +1025,8 @@ kvist_status kvist_model_token(const struct kvist_model *model,
 // a session that has started is never refused memory later.
 //
 // # Safety
-// `model` came from `kvist_model_open`, `options` is null or valid, `session` is a place for a pointer.
+// `model` came from `kvist_model_open`, `options` is null or valid: its strings are null or null-terminated, and its `draft_model` is null
+// or came from `kvist_model_open`. `session` is a place for a pointer.
 kvist_status kvist_session_new(const struct kvist_model *model,
                                const struct kvist_session_options *options,
                                struct kvist_session **session);
@@ -1017,7 +1063,8 @@ kvist_status kvist_session_prompt(struct kvist_session *session,
                                   const char *text,
                                   const struct kvist_text_options *options);
 
-// Generates the next token of a sequence's text. After the text's end it keeps saying why it ended.
+// Generates the next token of a sequence's text. After the text's end it keeps saying why it ended. With drafts a pass may give several
+// tokens: then the next calls compute nothing.
 //
 // # Safety
 // `session` came from `kvist_session_new`; `piece` is a place for the result.
@@ -1104,6 +1151,13 @@ kvist_status kvist_session_kv_bytes(struct kvist_session *session,
 // # Safety
 // `session` came from `kvist_session_new`; `n_tokens` is a place for the result.
 kvist_status kvist_session_removed_tokens(struct kvist_session *session, uint64_t *n_tokens);
+
+// Writes what drafts have achieved so far, over all sequences; all zeros without drafts.
+//
+// # Safety
+// `session` came from `kvist_session_new`; `counts` is a place for the result.
+kvist_status kvist_session_speculation(struct kvist_session *session,
+                                       struct kvist_speculation *counts);
 
 // Copies the tokens that a sequence has in the cache, and writes their number to `n_tokens`. The token that `kvist_session_next` gave
 // last is not among them: it is computed with the next pass. If `capacity` does not hold them all, it fails with

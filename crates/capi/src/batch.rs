@@ -3,6 +3,7 @@ mod ffi;
 mod job;
 mod tiers;
 
+use crate::drafts::{self, Drafts};
 use crate::model::{Model, tokenizer};
 use crate::session::TextConfig;
 use crate::status::{Failure, Outcome, bad_file, kvist_status};
@@ -15,6 +16,7 @@ use kvist_engine::kvist_scheduler::Retention;
 use kvist_engine::memory::{CacheConfig, RECENT_SEQUENCES};
 use kvist_engine::sampler::Sampler;
 use kvist_engine::serving::{self, Engine, EngineConfig, EngineStats, Rejected, ResizeError, TierOptions};
+use kvist_engine::speculate::step_draft_tokens;
 use kvist_engine::text::Stops;
 use std::future::Future;
 use std::sync::Arc;
@@ -37,6 +39,7 @@ struct Beside {
     keep: Option<KeepConfig>,
     prefix: Option<Arc<FrozenPrefix>>,
     tiers: TierOptions,
+    drafts: Option<Drafts>,
 }
 
 /// What a text asks of the batch, beside how it is generated.
@@ -86,14 +89,23 @@ fn as_in_file(config: &mut CacheConfig, prefix: &FrozenPrefix) {
 
 impl Batch {
     fn start(model: &Model, mut config: EngineConfig, beside: Beside) -> Outcome<Self> {
-        let Beside { keep, prefix, tiers } = beside;
+        let Beside { keep, prefix, tiers, drafts } = beside;
         if keep.is_some() && (prefix.is_some() || tiers.is_on()) {
             return Err(Failure::argument(
                 "keep: what it leaves of a text is in no index, prefix or tier: leave out keep, or prefix and the tiers",
             ));
         }
+        if keep.is_some() && drafts.is_some() {
+            return Err(Failure::argument(
+                "speculate: drafts that are rejected would count in what keep keeps: leave one out",
+            ));
+        }
         check_capacity("context_tokens", config.paged.cache.context_tokens)?;
         config.scheduler.check().map_err(|why| Failure::argument(why.to_string()))?;
+        if let Some(Drafts { options, .. }) = &drafts {
+            options.check_cache(config.paged.cache.context_tokens).map_err(drafts::named)?;
+            config.max_draft_tokens = step_draft_tokens(options.tokens, &config.scheduler);
+        }
         config.fit();
         if let Some(keep) = keep {
             config.keep_only(keep);
@@ -104,6 +116,12 @@ impl Batch {
             config.prefix = Some(EnginePrefix { prefix, salt: "".into(), origin });
         }
         let tiers = tiers.is_on().then(|| BatchTiers::open(&tiers, model, &mut config)).transpose()?;
+        if let Some(drafts) = drafts {
+            let plan = config.paged.plan(model.weights.config(), &model.registry)?;
+            let texts = config.scheduler.max_batch;
+            let made = drafts.speculator(model, &config.paged.cache, texts, plan.session_bound())?;
+            config.speculator = Some(made);
+        }
         let has_index = config.paged.prefix.is_some();
         let engine = Engine::start(model.weights.clone(), &model.registry, config).map_err(bad_file)?;
         Ok(Batch { weights: model.weights.clone(), engine, tiers, has_index, keeps_some: keep.is_some() })

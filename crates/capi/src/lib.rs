@@ -7,6 +7,7 @@
 
 mod batch;
 mod cache;
+mod drafts;
 mod ffi;
 mod handle;
 mod model;

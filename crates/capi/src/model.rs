@@ -19,6 +19,10 @@ const MAX_THREADS: u32 = 1024;
 /// A model and the threads it computes on.
 pub(crate) struct Model {
     pub weights: Arc<Weights>,
+    /// Where it runs, and what it was loaded with: a head is loaded alike.
+    pub place: Place,
+    pub options: LoadOptions,
+    pub is_embedded: bool,
     pub registry: Registry,
     /// The backend of its caches.
     pub backend: String,
@@ -61,7 +65,9 @@ impl Model {
         let opened = Opened::open(file, options.mmap)?;
         let origin = LateOrigin::new(&opened, options.format, options.context)?.into();
         let weights = place.load(opened, options, &budget, &mut |_, _| {})?;
-        Ok(Model { weights: weights.into(), registry: place.registry(), backend, origin })
+        let (registry, options) = (place.registry(), options.clone());
+        let is_embedded = matches!(file, ModelFile::Embedded);
+        Ok(Model { weights: weights.into(), place, options, is_embedded, registry, backend, origin })
     }
 
     pub fn tokenizer(&self) -> Outcome<&Tokenizer> {

@@ -1,4 +1,5 @@
 //! Sessions: a model with its own cache, batches of sequences, and texts that are generated step by step.
+mod drafted;
 mod ffi;
 mod files;
 mod known;
@@ -6,19 +7,21 @@ mod known;
 pub(crate) use ffi::{kvist_piece, kvist_text_options, parents_of, shown, text_config};
 pub(crate) use ffi::{kvist_prefix, prefix_of};
 
+use crate::drafts::Drafts;
 use crate::model::{Model, tokenizer};
 use crate::status::{Failure, Outcome, kvist_status};
 use known::KnownTokens;
 use kvist_engine::kvist_cache::{NodeId, Refused, SeqId};
 use kvist_engine::kvist_device::{StepError, Storage};
-use kvist_engine::kvist_model::Error;
 use kvist_engine::kvist_model::tokenizer::TextState;
-use kvist_engine::memory::CacheConfig;
+use kvist_engine::kvist_model::{Error, Model as Weights};
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::saved::LateOrigin;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::speculate::Speculator;
 use kvist_engine::text::StopMatcher;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 /// Why a text has ended, or that it has not.
@@ -59,6 +62,14 @@ enum Last {
     Shown(u32),
 }
 
+/// A token that was drawn, what it adds to the text, and whether that ends.
+#[derive(Clone)]
+struct Ahead {
+    token: u32,
+    text: String,
+    finish: kvist_finish,
+}
+
 /// A text that is being generated. A fork clones it.
 #[derive(Clone)]
 struct Text {
@@ -67,16 +78,25 @@ struct Text {
     stream: Option<TextState>,
     stops: StopMatcher,
     last: Last,
+    /// What follows the last token and the caller has not seen: a pass with a draft draws several tokens.
+    ahead: VecDeque<Ahead>,
+    /// Where the text begins in the sequence: drafters learn from it when it is removed.
+    begins: usize,
+    /// Tokens that were drawn.
     n_tokens: u32,
     max_tokens: u32,
     ignore_end: bool,
+    /// As far as the caller has seen.
     finish: kvist_finish,
 }
 
 pub(crate) struct Session {
     session: ModelSession,
+    /// `None` without drafts.
+    speculator: Option<Speculator>,
     origin: Arc<LateOrigin>,
     texts: HashMap<u32, Text>,
+    /// The tokens of sequences, as far as callers have seen their texts: with drafts the cache may have more of a text.
     known: KnownTokens,
     /// The text of the last piece, null-terminated.
     piece: String,
@@ -99,11 +119,15 @@ pub(crate) fn storages(k: Option<&str>, v: Option<&str>) -> Outcome<(Storage, St
 }
 
 impl Session {
-    fn new(model: &Model, config: &CacheConfig) -> Outcome<Self> {
+    fn new(model: &Model, config: &CacheConfig, drafts: Option<Drafts>) -> Outcome<Self> {
+        let speculator = drafts.map(|drafts| {
+            let plan = MemoryPlan::of_session(model.weights.config(), &model.registry, config)?;
+            drafts.speculator(model, config, 1, plan.session_bound())
+        });
+        let speculator = speculator.transpose()?;
         let session = ModelSession::new(&model.weights, &model.registry, config)?;
-        let origin = model.origin.clone();
-        let known = KnownTokens::default();
-        Ok(Session { session, origin, texts: HashMap::new(), known, piece: String::new() })
+        let (origin, known) = (model.origin.clone(), KnownTokens::default());
+        Ok(Session { session, speculator, origin, texts: HashMap::new(), known, piece: String::new() })
     }
 
     /// Adds `tokens` to `seq` and draws the next token, which `next` will return. A token that the caller has seen last is
@@ -117,6 +141,7 @@ impl Session {
         progress: &mut dyn FnMut(usize, usize) -> bool,
     ) -> Outcome<()> {
         let mut sampler = Sampler::new(config.sampler)?;
+        self.settle(seq)?;
         let seen = match self.texts.get(&seq.0) {
             Some(Text { last: Last::Shown(token), .. }) => Some(*token),
             _ => None,
@@ -124,7 +149,7 @@ impl Session {
         let all: Vec<u32> = seen.into_iter().chain(tokens.iter().copied()).collect();
         let held = self.length(seq)?;
         kvist_engine::check_prompt(self.session.config(), held as usize + all.len())?;
-        let done = match self.session.prefill(seq, &all, &mut |done| progress(done, all.len())) {
+        let done = match self.read(seq, &all, &mut |done| progress(done, all.len())) {
             Ok(done) => done,
             Err(why) => return Err(self.take_back(seq, held, why.into())),
         };
@@ -172,6 +197,8 @@ impl Session {
             stream,
             stops: StopMatcher::new(&config.stop),
             last: Last::Drawn(drawn),
+            ahead: VecDeque::new(),
+            begins: self.known.stored(seq).len(),
             n_tokens: 0,
             max_tokens: config.max_tokens,
             ignore_end: config.ignore_end,
@@ -183,9 +210,8 @@ impl Session {
 
     /// The next token of the text of `seq`. Its text is in `self.piece`.
     fn next(&mut self, seq: SeqId) -> Outcome<Piece> {
-        let Session { session, texts, piece, known, .. } = self;
-        piece.clear();
-        let text = texts.get_mut(&seq.0).ok_or_else(|| {
+        self.piece.clear();
+        let text = self.texts.get_mut(&seq.0).ok_or_else(|| {
             Failure::order(format!(
                 "sequence {seq} has no text to go on with: call kvist_session_prompt first"
             ))
@@ -193,26 +219,52 @@ impl Session {
         if text.finish != KVIST_GOES_ON {
             return Ok(Piece { token: None, finish: text.finish });
         }
-        let token = match text.last {
-            Last::Drawn(token) => token,
-            Last::Shown(last) => {
-                match session.forward(&[SequenceInput::chain(seq, &[last])], LogitRows::LastOfEach) {
-                    Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {
-                        text.end(session, KVIST_NO_ROOM, piece)?;
-                        return Ok(Piece { token: None, finish: KVIST_NO_ROOM });
-                    }
-                    other => other?,
+        match (text.last, text.ahead.is_empty()) {
+            (Last::Drawn(token), _) => text.take(self.session.model(), token)?,
+            (Last::Shown(last), false) => self.known.add(seq, &[last]),
+            (Last::Shown(last), true) => match self.pass(seq, last) {
+                Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {
+                    return self.end_without_room(seq);
                 }
-                known.add(seq, &[last]);
-                text.sampler.sample(session.logits_row(0))?
-            }
+                other => other?,
+            },
+        }
+        let text = self.texts.get_mut(&seq.0);
+        let Some((text, next)) = text.and_then(|text| text.ahead.pop_front().map(|next| (text, next))) else {
+            return Err(Failure::order("the pass drew no token"));
         };
-        text.take(session, token, piece)?;
-        Ok(Piece { token: Some(token), finish: text.finish })
+        (text.last, text.finish) = (Last::Shown(next.token), next.finish);
+        self.piece += &next.text;
+        Ok(Piece { token: Some(next.token), finish: next.finish })
+    }
+
+    /// Computes the last token of a text and draws the next one, or several if there is a draft.
+    fn pass(&mut self, seq: SeqId, last: u32) -> Result<(), Error> {
+        if self.speculator.is_some() {
+            return self.drafted_pass(seq, last);
+        }
+        let Session { session, texts, known, .. } = self;
+        session.forward(&[SequenceInput::chain(seq, &[last])], LogitRows::LastOfEach)?;
+        known.add(seq, &[last]);
+        let Some(text) = texts.get_mut(&seq.0) else { return Ok(()) };
+        let token = text.sampler.sample(session.logits_row(0))?;
+        text.take(session.model(), token)
+    }
+
+    /// The cache has no room for another token of the text.
+    fn end_without_room(&mut self, seq: SeqId) -> Outcome<Piece> {
+        let Session { session, texts, piece, .. } = self;
+        if let Some(text) = texts.get_mut(&seq.0) {
+            text.finish = text.end(session.model(), KVIST_NO_ROOM, piece)?;
+        }
+        Ok(Piece { token: None, finish: KVIST_NO_ROOM })
     }
 
     /// One pass over new tokens of several sequences. Their texts end here: the caller chooses tokens now.
     fn forward(&mut self, inputs: &[SequenceInput<'_>], rows: LogitRows) -> Outcome<()> {
+        for input in inputs {
+            self.settle(input.seq)?;
+        }
         self.session.forward(inputs, rows)?;
         for input in inputs {
             self.texts.remove(&input.seq.0);
@@ -224,8 +276,10 @@ impl Session {
         Ok(())
     }
 
+    /// Tokens of a sequence in the cache, of its text those before the last one that the caller has seen.
     fn length(&mut self, seq: SeqId) -> Outcome<u32> {
-        self.session.cache().next_position(seq).ok_or_else(|| Refused::UnknownSequence(seq).into())
+        let held = self.session.cache().next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+        Ok(self.seen_length(seq).unwrap_or(held))
     }
 
     /// Refuses a second sequence in a session that keeps only some tokens: its cache has room for one text.
@@ -259,8 +313,10 @@ impl Session {
 
     /// Shortens `seq` to its first `n_tokens`.
     fn rollback(&mut self, seq: SeqId, n_tokens: u32) -> Outcome<()> {
+        self.settle(seq)?;
         self.session.check_cut(seq, n_tokens)?;
         truncate(self.session.cache(), seq, n_tokens)?;
+        self.learn(seq, Some(n_tokens));
         self.known.truncate(seq, n_tokens);
         self.texts.remove(&seq.0);
         Ok(())
@@ -269,12 +325,14 @@ impl Session {
     fn remove(&mut self, seq: SeqId) -> Outcome<()> {
         self.length(seq)?;
         self.sequences()?.seq_rm(seq, 0, u32::MAX)?;
+        self.learn(seq, None);
         self.known.truncate(seq, 0);
         self.texts.remove(&seq.0);
         Ok(())
     }
 
     fn accept(&mut self, seq: SeqId, path: &[NodeId]) -> Outcome<()> {
+        self.settle(seq)?;
         let trees = self.session.cache().trees();
         trees.ok_or_else(no_trees)?.commit_path(seq, path)?;
         self.known.accept(seq, path);
@@ -329,38 +387,46 @@ pub(crate) fn truncate(
 }
 
 impl Text {
-    /// Adds a token that was drawn, and decides whether the text ends with it.
-    fn take(&mut self, session: &ModelSession, token: u32, piece: &mut String) -> Outcome<()> {
+    /// Adds a token that was drawn to those ahead, and decides whether the text ends with it.
+    fn take(&mut self, model: &Weights, token: u32) -> Result<(), Error> {
         self.sampler.observe(&[token]);
-        self.last = Last::Shown(token);
         self.n_tokens += 1;
-        if !self.ignore_end && session.model().end_tokens().contains(&token) {
-            return self.end(session, KVIST_END_OF_TEXT, piece);
-        }
-        if let (Some(stream), Some(tokenizer)) = (&mut self.stream, session.model().tokenizer()) {
-            let new = stream.push(tokenizer, token)?;
-            if self.stops.push(&new, piece).is_some() {
-                self.finish = KVIST_STOP_STRING;
-                return Ok(());
-            }
-        }
-        if self.max_tokens > 0 && self.n_tokens >= self.max_tokens {
-            return self.end(session, KVIST_MAX_TOKENS, piece);
-        }
+        let mut text = String::new();
+        let finish = self.add(model, token, &mut text)?;
+        self.ahead.push_back(Ahead { token, text, finish });
         Ok(())
     }
 
+    fn add(&mut self, model: &Weights, token: u32, piece: &mut String) -> Result<kvist_finish, Error> {
+        if !self.ignore_end && model.end_tokens().contains(&token) {
+            return self.end(model, KVIST_END_OF_TEXT, piece);
+        }
+        if let (Some(stream), Some(tokenizer)) = (&mut self.stream, model.tokenizer()) {
+            let new = stream.push(tokenizer, token)?;
+            if self.stops.push(&new, piece).is_some() {
+                return Ok(KVIST_STOP_STRING);
+            }
+        }
+        if self.max_tokens > 0 && self.n_tokens >= self.max_tokens {
+            return self.end(model, KVIST_MAX_TOKENS, piece);
+        }
+        Ok(KVIST_GOES_ON)
+    }
+
     /// Ends the text, with the characters that were held back.
-    fn end(&mut self, session: &ModelSession, finish: kvist_finish, piece: &mut String) -> Outcome<()> {
-        self.finish = finish;
-        if let (Some(stream), Some(tokenizer)) = (&mut self.stream, session.model().tokenizer()) {
+    fn end(
+        &mut self,
+        model: &Weights,
+        finish: kvist_finish,
+        piece: &mut String,
+    ) -> Result<kvist_finish, Error> {
+        if let (Some(stream), Some(tokenizer)) = (&mut self.stream, model.tokenizer()) {
             let rest = stream.finish(tokenizer)?;
             if self.stops.push(&rest, piece).is_some() {
-                self.finish = KVIST_STOP_STRING;
-                return Ok(());
+                return Ok(KVIST_STOP_STRING);
             }
             self.stops.finish(piece);
         }
-        Ok(())
+        Ok(finish)
     }
 }

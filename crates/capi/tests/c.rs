@@ -107,6 +107,18 @@ fn batches_and_their_tiers() {
     assert!(run("tests/c/batch_tiers.c", &arguments).ends_with("ok\n"));
 }
 
+#[test]
+fn drafts_change_no_text() {
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model");
+    let folder = folder("drafts");
+    let [draft, head, other] =
+        ["embedded/tiny-rust-draft.gguf", "embedded/tiny-rust-eagle3", "tests/fixtures/parity/llama-gqa"]
+            .map(|path| models.join(path).display().to_string());
+    assert!(
+        run("tests/c/drafts.c", &[&folder.display().to_string(), &draft, &head, &other]).ends_with("ok\n")
+    );
+}
+
 /// Where a GPU is to be tested, lavapipe too: the library has wgpu in the tests of the whole workspace.
 #[test]
 fn a_gpu_gives_the_texts_of_the_cpu() {

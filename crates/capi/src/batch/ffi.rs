@@ -5,6 +5,7 @@ mod stats;
 
 use self::job::{kvist_job, kvist_job_options, place_of};
 use super::{Batch, Beside};
+use crate::drafts::{drafts_of, kvist_draft_options};
 use crate::ffi::{free, give, guard, optional_text, out, reference, slice, text};
 use crate::handle::SharedHandle;
 use crate::model::{kvist_model, model_of};
@@ -70,6 +71,8 @@ pub struct kvist_batch_options {
     /// Milliseconds that a text waits for a tier to say what it has. A load may take this much longer than four times its estimate; then
     /// its tokens are computed. An operation of a disk or a shared store has as long, 2 s at least and 50 s at most. 0 is 250.
     pub tier_grace_ms: u32,
+    /// Drafts: a step verifies whole ones of up to eight texts, and less for each of more. Not with `keep`.
+    pub drafts: kvist_draft_options,
 }
 
 /// Runs `run` with the batch of a handle.
@@ -92,11 +95,12 @@ const MAX_BATCH: u32 = 32;
 const BATCH_TOKENS: u32 = 512;
 
 /// # Safety
-/// Strings of the options are null or null-terminated, and `prefix` is null or came from `kvist_prefix_open`.
+/// Strings of the options are null or null-terminated, `prefix` is null or came from `kvist_prefix_open`, and `draft_model` is null or
+/// came from `kvist_model_open`.
 unsafe fn config_of(options: Option<&kvist_batch_options>, backend: &str) -> Outcome<(EngineConfig, Beside)> {
     let mut cache = CacheConfig { backend: backend.into(), ..CacheConfig::new(CONTEXT_TOKENS) };
     let batch_tokens = step_tokens(backend).max(BATCH_TOKENS);
-    let mut beside = Beside { keep: None, prefix: None, tiers: TierOptions::default() };
+    let mut beside = Beside { keep: None, prefix: None, tiers: TierOptions::default(), drafts: None };
     let Some(options) = options else {
         let mut config = EngineConfig::new(cache);
         (config.scheduler.max_batch, config.scheduler.max_batch_tokens) = (MAX_BATCH, batch_tokens);
@@ -115,7 +119,7 @@ unsafe fn config_of(options: Option<&kvist_batch_options>, backend: &str) -> Out
         )
     };
     // SAFETY: as the caller promises.
-    beside.prefix = unsafe { prefix_of(options.prefix) };
+    (beside.prefix, beside.drafts) = unsafe { (prefix_of(options.prefix), drafts_of(&options.drafts)?) };
     let or = |n: u32, otherwise: u32| if n == 0 { otherwise } else { n };
     match (&beside.prefix, k) {
         (Some(prefix), None) => super::as_in_file(&mut cache, prefix),
@@ -162,13 +166,13 @@ unsafe fn config_of(options: Option<&kvist_batch_options>, backend: &str) -> Out
 }
 
 /// Makes a batch and starts its thread. Null `options` are the defaults. What the cache takes at most is set aside in the model's budget, so
-/// that no text is refused memory later. `KVIST_OUT_OF_MEMORY` if the cache, or what the tiers take of memory, does not fit;
+/// that no text is refused memory later. `KVIST_OUT_OF_MEMORY` if the cache, what the tiers take of memory, or a draft model does not fit;
 /// `KVIST_BAD_FILE` if the prefix or the directory of a tier cannot be used. A shared store that cannot be reached now is no error: it costs
 /// hits and no text. On an error nothing is started, but a directory of a tier may have been created.
 ///
 /// # Safety
-/// `model` came from `kvist_model_open`, `options` is null or valid: its strings are null or null-terminated, and its `prefix` is null or
-/// came from `kvist_prefix_open`. `batch` is a place for a pointer.
+/// `model` came from `kvist_model_open`, `options` is null or valid: its strings are null or null-terminated, its `prefix` is null or came
+/// from `kvist_prefix_open`, and its `draft_model` is null or came from `kvist_model_open`. `batch` is a place for a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvist_batch_new(
     model: *const kvist_model,

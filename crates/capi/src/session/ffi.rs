@@ -6,6 +6,7 @@ mod files;
 pub(crate) use files::{kvist_prefix, prefix_of};
 
 use super::{Piece, Session, TextConfig, kvist_finish, storages};
+use crate::drafts::{drafts_of, kvist_draft_options};
 use crate::ffi::{free, give, guard, optional_text, out, reference, slice, text};
 use crate::handle::Handle;
 use crate::model::{kvist_model, model_of};
@@ -45,6 +46,8 @@ pub struct kvist_session_options {
     /// answers change. `context_tokens` is then the longest text, and 0 the model's context. For kinds "cells", "tree" and
     /// "paged" (null is "cells"); the session has one sequence, and neither saves nor resumes.
     pub keep: *const c_char,
+    /// Drafts: texts come sooner, and stay the same. A null `kind` is "tree" where drafts are trees. Not with `keep`.
+    pub drafts: kvist_draft_options,
 }
 
 /// How a text is generated. `kvist_greedy` gives a valid one to start from.
@@ -147,7 +150,8 @@ pub(crate) fn parents_of(parents: &[i32]) -> Outcome<Vec<Option<NodeId>>> {
 /// a session that has started is never refused memory later.
 ///
 /// # Safety
-/// `model` came from `kvist_model_open`, `options` is null or valid, `session` is a place for a pointer.
+/// `model` came from `kvist_model_open`, `options` is null or valid: its strings are null or null-terminated, and its `draft_model` is null
+/// or came from `kvist_model_open`. `session` is a place for a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvist_session_new(
     model: *const kvist_model,
@@ -160,6 +164,7 @@ pub unsafe extern "C" fn kvist_session_new(
             unsafe { (model_of(model)?, options.as_ref(), out(session, "session")?) };
         let (backend, max_step_tokens) = (model.backend.clone(), step_tokens(&model.backend));
         let mut config = CacheConfig { backend, max_step_tokens, ..CacheConfig::new(4096) };
+        let mut drafts = None;
         if let Some(options) = options {
             // SAFETY: valid options hold null-terminated strings or nulls.
             let (kind, k, v, keep) = unsafe {
@@ -180,8 +185,13 @@ pub unsafe extern "C" fn kvist_session_new(
             config.max_rows = or(options.max_rows, config.max_rows);
             config.window = (options.window > 0).then_some(options.window);
             config.sinks = options.sinks;
+            // SAFETY: as above; the caller keeps the contract for `draft_model`.
+            drafts = unsafe { drafts_of(&options.drafts) }?;
+            if let Some(drafts) = &drafts {
+                drafts.prepare(&mut config, kind.is_some())?;
+            }
         }
-        session.write(give(kvist_session(Handle::new(Session::new(model, &config)?))));
+        session.write(give(kvist_session(Handle::new(Session::new(model, &config, drafts)?))));
         Ok(())
     })
 }
@@ -309,7 +319,8 @@ pub(crate) fn shown(piece: &Piece, text: &mut String) -> kvist_piece {
     }
 }
 
-/// Generates the next token of a sequence's text. After the text's end it keeps saying why it ended.
+/// Generates the next token of a sequence's text. After the text's end it keeps saying why it ended. With drafts a pass may give several
+/// tokens: then the next calls compute nothing.
 ///
 /// # Safety
 /// `session` came from `kvist_session_new`; `piece` is a place for the result.

@@ -24,6 +24,7 @@ impl Session {
 
     /// Saves a sequence, with the token that the caller has seen last.
     pub(super) fn save(&mut self, seq: SeqId, path: &Path) -> Outcome<()> {
+        self.settle(seq)?;
         let mut tokens = self.tokens(seq)?.to_vec();
         if tokens.is_empty() {
             return Err(Failure::order(format!("sequence {seq} has no tokens to save")));
@@ -88,6 +89,7 @@ impl Session {
     }
 
     fn text_and_origin(&mut self, seq: SeqId) -> Outcome<(Vec<u32>, Origin)> {
+        self.settle(seq)?;
         let tokens = self.tokens(seq)?.to_vec();
         if tokens.is_empty() {
             return Err(Failure::order(format!("sequence {seq} has no tokens to freeze")));

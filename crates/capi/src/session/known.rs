@@ -42,9 +42,14 @@ impl KnownTokens {
         }
     }
 
+    /// What is known of a sequence.
+    pub fn stored(&self, seq: SeqId) -> &[u32] {
+        self.sequences.get(&seq.0).map_or(&[][..], |tokens| &tokens.stored)
+    }
+
     /// The tokens of a sequence that stores `n`, if they are known.
     pub fn of(&self, seq: SeqId, n: u32) -> Option<&[u32]> {
-        let stored = self.sequences.get(&seq.0).map_or(&[][..], |tokens| &tokens.stored);
+        let stored = self.stored(seq);
         (stored.len() == n as usize).then_some(stored)
     }
 }

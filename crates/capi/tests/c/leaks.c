@@ -48,6 +48,16 @@ static void once(int i) {
         CHECK(i % 32 ? kvist_prefix_free(prefix) : kvist_session_free(begun));
     }
     CHECK(kvist_session_free(session));
+    if (i % 10 == 3) { /* drafts: a text that is left, and a sequence that drafters forget */
+        const char *modes[] = {"suffix", "ngram", "auto", "draft", "eagle"};
+        options.drafts.speculate = modes[i / 10 % 5];
+        options.drafts.draft_tokens = 4;
+        CHECK(kvist_session_new(model, &options, &session));
+        CHECK(kvist_session_prompt_tokens(session, 0, (uint32_t[]){5, 6, 7, 5, 6, 7}, 6, NULL));
+        kvist_piece piece;
+        for (int n = 0; n < 3; n++) CHECK(kvist_session_next(session, 0, &piece));
+        CHECK(kvist_session_free(session));
+    }
 
     kvist_layer layer = {0, 0, 1, 16};
     kvist_group group = {.capacity_tokens = 64};

@@ -3,6 +3,7 @@
 use super::job::KVIST_MAX_TIERS;
 use super::{kvist_batch, with_batch};
 use crate::batch::Batch;
+use crate::drafts::{counts_of, kvist_speculation};
 use crate::ffi::out;
 use crate::status::kvist_status;
 use kvist_engine::serving::{EngineStats, StoreStats};
@@ -168,6 +169,25 @@ pub unsafe extern "C" fn kvist_batch_describe(
     let run = |batch: &Batch| {
         // SAFETY: the caller keeps the contract above.
         unsafe { out(stats, "stats") }?.write(stats_of(&batch.stats()));
+        Ok(())
+    };
+    // SAFETY: the caller keeps the contract above.
+    unsafe { with_batch(batch, run) }
+}
+
+/// Writes what drafts have achieved in a batch until the end of the last step; all zeros without drafts. Never waits.
+///
+/// # Safety
+/// `batch` came from `kvist_batch_new`; `counts` is a place for the result.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvist_batch_speculation(
+    batch: *const kvist_batch,
+    counts: *mut kvist_speculation,
+) -> kvist_status {
+    let run = |batch: &Batch| {
+        let found = batch.stats().speculation.unwrap_or_default();
+        // SAFETY: the caller keeps the contract above.
+        unsafe { out(counts, "counts") }?.write(counts_of(&found));
         Ok(())
     };
     // SAFETY: the caller keeps the contract above.

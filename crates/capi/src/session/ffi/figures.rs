@@ -1,10 +1,12 @@
 //! The exported functions that tell what a session has.
 #![allow(unsafe_code)]
 use super::{kvist_session, with_session};
+use crate::drafts::{counts_of, kvist_speculation};
 use crate::ffi::out;
 use crate::session::Session;
 use crate::status::kvist_status;
 use kvist_engine::kvist_cache::SeqId;
+use kvist_engine::speculate::Counts;
 
 /// Writes the number of tokens that a sequence has in the cache. Those that `keep` has removed count.
 ///
@@ -55,6 +57,25 @@ pub unsafe extern "C" fn kvist_session_removed_tokens(
     let run = |session: &mut Session| {
         // SAFETY: the caller keeps the contract above.
         unsafe { out(n_tokens, "n_tokens") }?.write(session.session.removed_tokens());
+        Ok(())
+    };
+    // SAFETY: the caller keeps the contract above.
+    unsafe { with_session(session, run) }
+}
+
+/// Writes what drafts have achieved so far, over all sequences; all zeros without drafts.
+///
+/// # Safety
+/// `session` came from `kvist_session_new`; `counts` is a place for the result.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvist_session_speculation(
+    session: *mut kvist_session,
+    counts: *mut kvist_speculation,
+) -> kvist_status {
+    let run = |session: &mut Session| {
+        let found = session.counts().map_or_else(|| counts_of(&Counts::default()), counts_of);
+        // SAFETY: the caller keeps the contract above.
+        unsafe { out(counts, "counts") }?.write(found);
         Ok(())
     };
     // SAFETY: the caller keeps the contract above.
