@@ -7,7 +7,7 @@ mod roofline;
 mod table;
 
 pub use constant::ConstantRates;
-pub use presets::{Hardware, ModelShape};
+pub use presets::{ExpertShape, Hardware, ModelShape, WindowedLayers};
 pub use roofline::Roofline;
 pub use table::{
     DecodeAxes, DraftAxes, Grid, MeasuredTable, PrefillAxes, Range, Setting, SharedAxes, TableError,
@@ -37,12 +37,24 @@ pub struct BatchShape {
     pub draft_tokens: u64,
     /// (query, key) pairs of the whole step.
     pub attention_pairs: u64,
+    /// How many positions a query sees in layers with a sliding window, its own included. `None` counts nothing apart for
+    /// such layers.
+    pub window: Option<u32>,
+    /// Tokens whose K and V the queries of the step see through that window. 0 without one.
+    pub windowed_context_tokens: u64,
+    /// (query, key) pairs within that window. 0 without one.
+    pub windowed_pairs: u64,
 }
 
 impl BatchShape {
     /// The shape of a single step's batch from the scheduler.
     pub fn of(batch: &Batch<'_>) -> BatchShape {
-        let mut shape = BatchShape::default();
+        BatchShape::of_windowed(batch, None)
+    }
+
+    /// As [`of`](Self::of); also counts what layers see through this window.
+    pub fn of_windowed(batch: &Batch<'_>, window: Option<u32>) -> BatchShape {
+        let mut shape = BatchShape { window, ..BatchShape::default() };
         for (i, work) in batch.work.iter().enumerate() {
             match work.decodes {
                 true => shape.add_draft(work.first.into(), batch.draft(i)),
@@ -61,6 +73,21 @@ impl BatchShape {
         self.prefill_sequences += 1;
         self.prefill_context_tokens += cached_tokens + n_tokens;
         self.attention_pairs += n_tokens * cached_tokens + n_tokens * (n_tokens + 1) / 2;
+        if let Some(window) = self.window.map(u64::from) {
+            // The first queries see all that is before them, the others a whole window.
+            let growing = n_tokens.min(window.saturating_sub(cached_tokens));
+            self.windowed_pairs += growing * cached_tokens + growing * (growing + 1) / 2;
+            self.windowed_pairs += (n_tokens - growing) * window;
+            self.windowed_context_tokens += (cached_tokens + n_tokens).min(window.max(1) - 1 + n_tokens);
+        }
+    }
+
+    /// Adds what one more query sees through the window, of `visible_tokens` that lie before it or are its own.
+    /// `new_tokens` of them were not counted for an earlier query of the same sequence.
+    fn add_windowed_query(&mut self, visible_tokens: u64, new_tokens: u64) {
+        let Some(window) = self.window.map(u64::from) else { return };
+        self.windowed_pairs += visible_tokens.min(window);
+        self.windowed_context_tokens += new_tokens.min(window);
     }
 
     /// Adds one decoded token after `cached_tokens` cached ones.
@@ -68,6 +95,7 @@ impl BatchShape {
         self.decode_sequences += 1;
         self.decode_context_tokens += cached_tokens + 1;
         self.attention_pairs += cached_tokens + 1;
+        self.add_windowed_query(cached_tokens + 1, cached_tokens + 1);
     }
 
     /// Adds one decoded token after `cached_tokens` cached ones, and the draft tokens that are verified with it. `parents`
@@ -82,6 +110,7 @@ impl BatchShape {
                 self.draft_tokens += 1;
                 self.decode_context_tokens += 1;
                 self.attention_pairs += cached_tokens + 1 + depth;
+                self.add_windowed_query(cached_tokens + 1 + depth, 1);
             }
         }
     }
@@ -106,8 +135,10 @@ impl BatchShape {
         self.new_tokens() == 0
     }
 
-    /// The next decode step of the same sequences: each has one more token.
+    /// The next decode step of the same sequences: each has one more token. Not for shapes with a window, which stops
+    /// growing at another step for each sequence: those steps run one by one.
     pub(crate) fn next_decode(mut self) -> BatchShape {
+        debug_assert!(self.window.is_none(), "a window is counted step by step");
         self.decode_context_tokens += self.decode_sequences;
         self.attention_pairs += self.decode_sequences;
         self
@@ -139,6 +170,11 @@ pub trait StepCost {
         None
     }
 
+    /// The window that shapes must count apart, because layers of the model have one. Steps then run one by one.
+    fn window(&self) -> Option<u32> {
+        None
+    }
+
     /// One-line description for the report.
     fn name(&self) -> String;
 }
@@ -154,7 +190,7 @@ const DEEP_TOKENS: u64 = 32_768;
 pub fn recompute_cost(cost: &dyn StepCost, chunk_tokens: u32) -> RecomputeCost {
     let chunk = u64::from(chunk_tokens.max(1));
     let step_ns = |cached_tokens| {
-        let mut shape = BatchShape::default();
+        let mut shape = BatchShape { window: cost.window(), ..BatchShape::default() };
         shape.add_prefill(cached_tokens, chunk);
         cost.step_ns(&shape) as f64
     };

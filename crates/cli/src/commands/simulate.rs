@@ -4,6 +4,7 @@ mod blocks;
 pub mod costs;
 mod fleet;
 mod function;
+mod layers;
 pub mod replay;
 mod requests;
 mod schedule;
@@ -33,6 +34,7 @@ use kvist_simulator::run::{self, Options, Part, Recorder, Run};
 use requests::{RequestArgs, Requests};
 use schedule::ScheduleArgs;
 use speculate::SpeculateArgs;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -151,7 +153,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         Some(Of::Replay(args)) => return replay::run(args, quiet),
         None => {}
     }
-    args.what.read_drafts()?;
+    args.what.read_inputs(quiet)?;
     if let Some(n_seeds) = args.seeds {
         return seeds::run(&args, n_seeds, quiet);
     }
@@ -227,6 +229,7 @@ fn watched(args: &Args, what: &What, requests: &Requests, quiet: bool) -> anyhow
         file.finish()?;
     }
     let mut record = done.record;
+    what.describe_layers(&mut record.setting);
     record.setting.insert("load".to_owned(), requests.name.clone());
     if requests.drawn {
         record.setting.insert("seed".to_owned(), args.seed.to_string());
@@ -245,8 +248,9 @@ fn write_pictures(folder: &Path, page: &html::Page<'_>) -> anyhow::Result<()> {
 }
 
 impl What {
-    /// Reads the recording that drafts are taken from, if any. To be called once, before [`options`](Self::options).
-    pub fn read_drafts(&mut self) -> anyhow::Result<()> {
+    /// Checks flags that exclude each other, and reads what they name beside the load: the model, and the recording that
+    /// drafts are taken from. To be called once, before [`options`](Self::options).
+    pub fn read_inputs(&mut self, quiet: bool) -> anyhow::Result<()> {
         if self.zero.zero_service && self.speculation.is_on() {
             return Err(wrong_usage(
                 "--speculate cannot be used with --zero-service, where nothing takes time",
@@ -260,8 +264,34 @@ impl What {
                 "--tier cannot be used with --no-prefix-cache: tiers extend the prefix cache",
             ));
         }
+        self.costs.layers.read(quiet)?;
+        self.check_layers()?;
         self.check_fleet()?;
         self.speculation.read()
+    }
+
+    /// Refuses layers where the simulator knows none, or no windows.
+    fn check_layers(&self) -> anyhow::Result<()> {
+        let Some(flag) = self.costs.layers.flag() else { return Ok(()) };
+        if self.zero.zero_service {
+            return Err(wrong_usage(format!(
+                "{flag} cannot be used with --zero-service, which knows no layers"
+            )));
+        }
+        let has_windows = self.costs.layers.has_windows();
+        for (given, other) in [(self.fleet.is_on(), "--workers"), (!self.tiers.tiers.is_empty(), "--tier")] {
+            if given && has_windows {
+                return Err(wrong_usage(format!(
+                    "{other} cannot be used with layers that see a window only, which {flag} gives: simulate one worker                      without tiers, or a model whose layers see every token"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds to the setting of a report what the layers see.
+    fn describe_layers(&self, setting: &mut BTreeMap<String, String>) {
+        setting.extend(self.costs.layers.describe().map(|text| ("layers".to_owned(), text)));
     }
 
     /// The options of a run of the load of `seed`.

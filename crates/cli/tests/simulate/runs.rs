@@ -178,6 +178,50 @@ fn three_requests_under_three_schedulers() {
     }
 }
 
+/// Layers that see 32 tokens: by hand, no query needs more than 3 blocks of 16. The second request finds the blocks of the
+/// window before its last token, though the block before them is gone.
+#[test]
+fn a_window_bounds_the_blocks_of_a_sequence() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("two.jsonl");
+    let row = |id: u32| {
+        format!(
+            "{{\"id\":{id},\"arrival_ns\":{id}000000000,\"prompt_tokens\":64,\"output_tokens\":33,\"ids\":[1,2,3,4],\"tokens_per_id\":16}}\n"
+        )
+    };
+    let header = "{\"format\":\"kvist-trace\",\"version\":1}\n";
+    std::fs::write(&trace, [header.to_owned(), row(0), row(1)].concat()).unwrap();
+    let command =
+        "simulate -q --json --max-batch 1 --batch-tokens 16 --prefill-rate 1 --decode-rate 1 --trace";
+    let trace = trace.display().to_string();
+    let of = |more: &str| {
+        let report = json(&[&words(command)[..], &[&trace], &words(more)].concat());
+        let cache = &report["cache"];
+        let figures = [
+            &report["requests"]["finished"],
+            &report["requests"]["refused"],
+            &report["load"]["peak_used_blocks"],
+            &cache["hit_tokens"],
+        ];
+        (figures.map(|figure| figure.as_u64().unwrap()), report["setting"]["layers"].clone())
+    };
+    // 64 tokens of the prompt and 32 of the answer are stored: 6 blocks. The last token of the prompt is no hit.
+    assert_eq!(of("--capacity-blocks 6"), ([2, 0, 6, 48], serde_json::Value::Null));
+    assert_eq!(of("--capacity-blocks 5").0, [0, 2, 0, 0]);
+    let windowed = of("--capacity-blocks 6 --window 32");
+    assert_eq!(windowed, ([2, 0, 3, 48], "all see the last 32 tokens".into()));
+    // The last two of the prompt and the two of the answer are never alone in 4 blocks: 5 leave room for one more.
+    assert_eq!(of("--capacity-blocks 5 --window 32").0, [2, 0, 3, 48]);
+    assert_eq!(of("--capacity-blocks 4 --window 32").0, [2, 0, 3, 0]);
+    // With a sink, its block stays too.
+    assert_eq!(of("--capacity-blocks 6 --window 32 --sinks 1").0, [2, 0, 4, 48]);
+
+    // A model's own windows: 3 of 4 layers see 7 tokens, and one sees all, whose blocks are counted.
+    let model = fixtures().join("parity/gemma3/config.json").display().to_string();
+    let (figures, layers) = of(&format!("--capacity-blocks 6 --model {model}"));
+    assert_eq!((figures, layers), ([2, 0, 6, 48], "3 see the last 7 tokens, 1 see every token".into()));
+}
+
 fn sweep(out: &Path, more: &[&str]) -> String {
     let out = out.display().to_string();
     let command = "simulate sweep -q --json --requests 80 --seeds 2 --policies lru,lfu_decay --capacities \

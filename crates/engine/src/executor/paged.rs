@@ -20,6 +20,11 @@ pub struct PagedConfig {
 impl PagedConfig {
     /// The bookkeeping for `model`, without any KV bytes.
     pub fn cache(&self, model: &ModelConfig) -> Result<Cache, Error> {
+        Ok(Cache::paged(&self.spec(model))?)
+    }
+
+    /// What [`cache`](Self::cache) is made from.
+    pub fn spec(&self, model: &ModelConfig) -> PagedSpec {
         let mut groups = self.cache.groups(model);
         for group in &mut groups {
             // Round the capacity up to whole blocks, so that every requested token fits.
@@ -31,7 +36,7 @@ impl PagedConfig {
             cost: recompute_cost(model),
             ..prefix
         });
-        Ok(Cache::paged(&PagedSpec { block_tokens: self.block_tokens, groups, rollback_tokens: 0, prefix })?)
+        PagedSpec { block_tokens: self.block_tokens, groups, rollback_tokens: 0, prefix }
     }
 
     /// K and V bytes of a block, over all layers.

@@ -75,11 +75,11 @@ impl Hardware {
     }
 }
 
-/// The shape of a dense decoder.
+/// The shape of a decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
     pub name: String,
-    /// All weights, including the embedding table.
+    /// All weights, including the embedding table, without those of routed experts.
     pub parameters: u64,
     /// Parameters of the embedding table, which is looked up, not multiplied. 0 if the output layer uses the same
     /// table.
@@ -92,8 +92,47 @@ pub struct ModelShape {
     pub bytes_per_weight: f64,
     /// Bytes per value of K or V.
     pub bytes_per_kv_value: f64,
+    /// Those of the layers that have a sliding window; `None` if every layer sees every position.
+    pub windowed: Option<WindowedLayers>,
+    /// Those of the layers that read the K and V of another layer, and store none.
+    pub borrowing_layers: u32,
+    /// Routed experts; `None` for a dense model.
+    pub experts: Option<ExpertShape>,
     /// Source of the figures.
     pub source: String,
+}
+
+/// Layers with a sliding window. If their windows differ, the largest stands for all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowedLayers {
+    pub layers: u32,
+    /// Positions that a query sees, its own included.
+    pub window: u32,
+}
+
+/// The routed experts of all layers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExpertShape {
+    /// Weights of all experts of all layers.
+    pub parameters: u64,
+    pub bytes_per_weight: f64,
+    /// Experts of a layer, at least 1.
+    pub per_layer: u32,
+    /// Experts of a layer that a token uses.
+    pub per_token: u32,
+}
+
+impl ExpertShape {
+    /// The share of the experts that a token uses.
+    pub(crate) fn used_share(&self) -> f64 {
+        f64::from(self.per_token) / f64::from(self.per_layer)
+    }
+
+    /// The share of the experts that at least one of `n_tokens` tokens uses, on average, if each token chooses evenly and for
+    /// itself.
+    pub(crate) fn read_share(&self, n_tokens: u64) -> f64 {
+        1.0 - (1.0 - self.used_share()).powf(n_tokens as f64)
+    }
 }
 
 /// (name, parameters, lookup parameters, [layers, query heads, KV heads, head dim], source)
@@ -151,19 +190,31 @@ impl ModelShape {
             head_dim,
             bytes_per_weight: 2.0,
             bytes_per_kv_value: 2.0,
+            windowed: None,
+            borrowing_layers: 0,
+            experts: None,
             source: source.into(),
         })
     }
 
-    /// Bytes of K and V per token: 2 · layers · KV heads · head dim · bytes.
+    /// Bytes of K and V per token of one layer: 2 · KV heads · head dim · bytes.
+    pub(crate) fn layer_kv_bytes(&self) -> f64 {
+        2.0 * f64::from(self.kv_heads) * f64::from(self.head_dim) * self.bytes_per_kv_value
+    }
+
+    /// Bytes of K and V per token over all layers that store them.
     pub fn kv_bytes_per_token(&self) -> f64 {
-        2.0 * f64::from(self.layers)
-            * f64::from(self.kv_heads)
-            * f64::from(self.head_dim)
-            * self.bytes_per_kv_value
+        f64::from(self.layers.saturating_sub(self.borrowing_layers)) * self.layer_kv_bytes()
+    }
+
+    /// Layers that see every position, and layers with a window.
+    pub(crate) fn layers_by_sight(&self) -> (f64, f64) {
+        let windowed = self.windowed.map_or(0, |windowed| windowed.layers.min(self.layers));
+        (f64::from(self.layers - windowed), f64::from(windowed))
     }
 
     pub fn weight_bytes(&self) -> f64 {
-        self.parameters as f64 * self.bytes_per_weight
+        let experts = self.experts.map_or(0.0, |it| it.parameters as f64 * it.bytes_per_weight);
+        self.parameters as f64 * self.bytes_per_weight + experts
     }
 }

@@ -1,7 +1,7 @@
 //! Step time as the larger of compute time and memory time.
 use super::{BatchShape, Hardware, ModelShape, StepCost, whole_ns};
 
-/// The roofline of Williams, Waterman and Patterson (Communications of the ACM 52(4), 2009), for a dense decoder:
+/// The roofline of Williams, Waterman and Patterson (Communications of the ACM 52(4), 2009), for a decoder:
 ///
 /// ```text
 /// flops = 2 · multiplied weights · new tokens + 4 · layers · query heads · head dim · (query, key) pairs
@@ -12,6 +12,9 @@ use super::{BatchShape, Hardware, ModelShape, StepCost, whole_ns};
 /// The output layer is counted for every new token, although a prompt needs it only once. The result is an upper
 /// bound: the output layer is 7% of the weights of an 8B model. Every step reads the weights once, which bounds a
 /// decode step of one sequence. Activations and network communication between devices are not modelled.
+///
+/// Layers with a sliding window compute and read only what their window covers. A token computes with the experts that it
+/// uses; a step reads those that any of its tokens uses, on average over even and independent choices.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Roofline {
     pub hardware: Hardware,
@@ -32,16 +35,26 @@ impl Roofline {
     pub(crate) fn flops(&self, batch: &BatchShape) -> f64 {
         let model = &self.model;
         let multiplied = model.parameters.saturating_sub(model.lookup_parameters) as f64;
-        let per_pair =
-            4.0 * f64::from(model.layers) * f64::from(model.query_heads) * f64::from(model.head_dim);
-        2.0 * multiplied * batch.new_tokens() as f64 + per_pair * batch.attention_pairs as f64
+        let experts = model.experts.map_or(0.0, |it| it.parameters as f64 * it.used_share());
+        let (full, windowed) = model.layers_by_sight();
+        let pairs = full * batch.attention_pairs as f64 + windowed * batch.windowed_pairs as f64;
+        let per_pair = 4.0 * f64::from(model.query_heads) * f64::from(model.head_dim);
+        2.0 * (multiplied + experts) * batch.new_tokens() as f64 + per_pair * pairs
     }
 
     /// Bytes that a step reads and writes.
     pub fn bytes(&self, batch: &BatchShape) -> f64 {
-        let multiplied = self.model.parameters.saturating_sub(self.model.lookup_parameters) as f64;
-        multiplied * self.model.bytes_per_weight
-            + self.model.kv_bytes_per_token() * (batch.context_tokens() + batch.new_tokens()) as f64
+        let model = &self.model;
+        let multiplied = model.parameters.saturating_sub(model.lookup_parameters) as f64;
+        let experts = model
+            .experts
+            .map_or(0.0, |it| it.parameters as f64 * it.bytes_per_weight * it.read_share(batch.new_tokens()));
+        let (full, windowed) = model.layers_by_sight();
+        let read = full * batch.context_tokens() as f64 + windowed * batch.windowed_context_tokens as f64;
+        multiplied * model.bytes_per_weight
+            + experts
+            + model.layer_kv_bytes() * read
+            + model.kv_bytes_per_token() * batch.new_tokens() as f64
     }
 
     /// Tokens of KV cache that fit in memory next to the weights; 0 if the weights do not fit.
@@ -61,6 +74,10 @@ impl StepCost for Roofline {
         whole_ns(compute.max(memory) / self.efficiency * 1e9).saturating_add(self.overhead_ns)
     }
 
+    fn window(&self) -> Option<u32> {
+        self.model.windowed.map(|windowed| windowed.window)
+    }
+
     fn name(&self) -> String {
         format!(
             "roofline: {} on {} at {:.0}% of its peaks",
@@ -73,6 +90,7 @@ impl StepCost for Roofline {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{ExpertShape, WindowedLayers};
     use super::*;
 
     fn llama() -> Roofline {
@@ -129,6 +147,58 @@ mod tests {
         assert_eq!(cost.model.kv_bytes_per_token(), 131_072.0);
         // 80 GB minus 16.06 GB of weights, at 128 KiB per token.
         assert_eq!(cost.cache_tokens(), 487_819);
+    }
+
+    /// Windowed layers cost what a list of queries sees, counted position by position.
+    #[test]
+    fn windows_bound_what_is_computed_and_read() {
+        for window in [1, 5, 16, 1000] {
+            for (cached, n_tokens) in [(0, 1), (0, 7), (3, 9), (20, 4), (100, 40)] {
+                let mut shape = BatchShape { window: Some(window), ..BatchShape::default() };
+                shape.add_prefill(cached, n_tokens);
+                let sees = |query: u64, cell: u64| cell <= query && query - cell < u64::from(window);
+                let queries = || cached..cached + n_tokens;
+                let pairs =
+                    queries().map(|query| (0..=query).filter(|&cell| sees(query, cell)).count() as u64);
+                let read = (0..cached + n_tokens).filter(|&cell| queries().any(|query| sees(query, cell)));
+                let expected = (pairs.sum(), read.count() as u64);
+                let found = (shape.windowed_pairs, shape.windowed_context_tokens);
+                assert_eq!(found, expected, "window {window}, {n_tokens} tokens after {cached}");
+
+                let mut decode = BatchShape { window: Some(window), ..BatchShape::default() };
+                decode.add_decode(cached);
+                let visible = (cached + 1).min(window.into());
+                assert_eq!((decode.windowed_pairs, decode.windowed_context_tokens), (visible, visible));
+            }
+        }
+        // 24 of 32 layers see 1,000 tokens: of a context of 10,000 they read a tenth.
+        let windowed = Some(WindowedLayers { layers: 24, window: 1000 });
+        let full = llama();
+        let some = Roofline { model: ModelShape { windowed, ..full.model.clone() }, ..full.clone() };
+        let mut shape = BatchShape { window: some.window(), ..BatchShape::default() };
+        shape.add_decode(9_999);
+        let saved = 24.0 * 4096.0 * 9_000.0;
+        assert_eq!(full.bytes(&shape) - some.bytes(&shape), saved);
+        assert_eq!(full.flops(&shape) - some.flops(&shape), 4.0 * 32.0 * 128.0 * 24.0 * 9_000.0);
+    }
+
+    /// A token computes with its own experts; many tokens read all of them.
+    #[test]
+    fn experts_are_read_as_tokens_choose_them() {
+        let dense = llama();
+        let experts =
+            ExpertShape { parameters: 1_000_000, bytes_per_weight: 0.5, per_layer: 4, per_token: 1 };
+        let routed =
+            Roofline { model: ModelShape { experts: Some(experts), ..dense.model.clone() }, ..dense.clone() };
+        let of = |n: u64| {
+            let mut shape = BatchShape::default();
+            (0..n).for_each(|_| shape.add_decode(0));
+            (routed.flops(&shape) - dense.flops(&shape), routed.bytes(&shape) - dense.bytes(&shape))
+        };
+        assert_eq!(of(1), (2.0 * 250_000.0, 0.25 * 500_000.0));
+        assert_eq!(of(2), (4.0 * 250_000.0, (1.0 - 0.75 * 0.75) * 500_000.0));
+        assert!((of(100).1 - 500_000.0).abs() < 1.0);
+        assert_eq!(routed.model.weight_bytes() - dense.model.weight_bytes(), 500_000.0);
     }
 
     #[test]

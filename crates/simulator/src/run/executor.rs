@@ -142,7 +142,7 @@ impl Executor for SimExecutor<'_> {
     /// Steps until an answer ends, or up to the first step by whose end a request has arrived.
     fn max_fused_steps(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32) -> u32 {
         self.planned_ns.clear();
-        if self.one_by_one || self.speculation.is_some() {
+        if self.one_by_one || self.speculation.is_some() || self.cost.window().is_some() {
             return 1;
         }
         let mut shape = BatchShape::default();
@@ -210,7 +210,7 @@ impl Executor for SimExecutor<'_> {
             }
             self.counts.decode_tokens += n_sequences * u64::from(batch.steps);
         } else {
-            let shape = BatchShape::of(&batch);
+            let shape = BatchShape::of_windowed(&batch, self.cost.window());
             self.prefilled = shape.prefill_sequences > 0;
             out.elapsed_ns = self.cost.step_ns(&shape);
             if let (Some((speculation, _)), true) = (&self.speculation, std::mem::take(&mut self.drafted)) {

@@ -1,9 +1,9 @@
 //! Options of the simulated cache.
 use super::costs::CostArgs;
+use super::layers::Blocks;
 use super::spec::{self, Capacity};
 use crate::options::wrong_usage;
 use kvist_cache::evict::Parameters;
-use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, Vocabulary};
 use kvist_simulator::request::Request;
 use std::time::Duration;
@@ -69,28 +69,24 @@ impl BlockArgs {
                     ))
                 })?
             }
-            (Capacity::Hardware, Some(tokens)) => u32::try_from(tokens).unwrap_or(u32::MAX - 1),
+            (Capacity::Hardware, Some(tokens)) => {
+                let tokens = u32::try_from(tokens).unwrap_or(u32::MAX - 1);
+                tokens - tokens % block_tokens // whole blocks: a server's cache rounds up what it is asked for
+            }
             (Capacity::Hardware, None) | (Capacity::Endless, _) => u32::MAX,
         };
         let prefix = PrefixSpec {
             vocabulary: vocabulary(requests)?,
             policy: self.policy.clone(),
             parameters: self.parameters()?,
-            block_bytes: costs
-                .token_bytes()?
-                .map(|bytes| (bytes * f64::from(block_tokens)) as u64)
-                .into_iter()
-                .collect(),
-            cost: costs.recompute(batch_tokens)?,
             ..PrefixSpec::default()
         };
-        let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: 1 };
-        Ok(PagedSpec {
-            block_tokens,
-            groups: vec![group],
-            rollback_tokens: 0,
-            prefix: (!self.no_prefix_cache).then_some(prefix),
-        })
+        let prefix = (!self.no_prefix_cache).then_some(prefix);
+        let blocks = Blocks {
+            bytes: costs.token_bytes()?.map(|bytes| (bytes * f64::from(block_tokens)) as u64),
+            cost: costs.recompute(batch_tokens)?,
+        };
+        Ok(costs.layers.paged(block_tokens, capacity_tokens, prefix, blocks))
     }
 }
 

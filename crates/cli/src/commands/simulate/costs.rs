@@ -1,4 +1,5 @@
 //! Options of the step-cost model.
+use super::layers::LayerArgs;
 use crate::options::wrong_usage;
 use anyhow::Context;
 use clap::ValueHint;
@@ -38,6 +39,9 @@ pub struct CostArgs {
         conflicts_with_all = ["hardware", "shape", "prefill_rate"], help_heading = COST
     )]
     costs: Option<PathBuf>,
+    /// What is priced, and which cache it needs.
+    #[command(flatten)]
+    pub layers: LayerArgs,
 }
 
 const HARDWARE: &str = "h100-sxm";
@@ -57,7 +61,8 @@ impl CostArgs {
     fn roofline(&self) -> anyhow::Result<Roofline> {
         let missing = || wrong_usage("a preset is missing");
         let hardware = self.hardware.clone().or_else(|| Hardware::preset(HARDWARE)).ok_or_else(missing)?;
-        let model = self.shape.clone().or_else(|| ModelShape::preset(SHAPE)).ok_or_else(missing)?;
+        let preset = self.shape.clone().or_else(|| ModelShape::preset(SHAPE)).ok_or_else(missing)?;
+        let model = self.layers.shape(preset)?;
         if !(self.efficiency > 0.0 && self.efficiency <= 1.0) {
             return Err(wrong_usage(format!(
                 "--efficiency {}: the share must be above 0 and at most 1",
@@ -189,7 +194,7 @@ impl CostArgs {
     /// Bytes of K and V per token; `None` if no model is given.
     pub fn token_bytes(&self) -> anyhow::Result<Option<f64>> {
         if self.names_no_machine() {
-            return Ok(None);
+            return self.layers.token_bytes();
         }
         Ok(Some(self.roofline()?.model.kv_bytes_per_token()))
     }

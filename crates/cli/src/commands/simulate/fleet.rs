@@ -241,9 +241,10 @@ pub fn simulate(
     fleet::run(requests, &cache, &*cost, options, progress).map_err(refused)
 }
 
-/// Adds the load to the setting of the report.
-pub fn name_load(run: &mut FleetRun, requests: &Requests, seed: u64) {
+/// Adds the load and the layers to the setting of the report.
+pub fn describe(run: &mut FleetRun, what: &What, requests: &Requests, seed: u64) {
     let setting = &mut run.report.setting;
+    what.describe_layers(setting);
     setting.insert("load".to_owned(), requests.name.clone());
     if requests.drawn {
         setting.insert("seed".to_owned(), seed.to_string());
@@ -268,7 +269,7 @@ pub fn run(args: &Args, requests: &Requests, quiet: bool) -> anyhow::Result<()> 
     let bar = progress::bar("requests", n_requests, quiet);
     let mut run = simulate(what, &requests.list, &options, &mut |n| bar.set_position(n as u64))?;
     bar.finish_and_clear();
-    name_load(&mut run, requests, args.seed);
+    describe(&mut run, what, requests, args.seed);
     if let Some(file) = &args.show.csv {
         let mut rows = Vec::new();
         report::write_csv(&mut rows, &run.rows).context("cannot write rows")?;

@@ -96,7 +96,7 @@ fn result_of_fleet(
 ) -> anyhow::Result<Simulated> {
     let keep_rows = what.fleet.scale() == 1; // a scaled load may have more requests than memory
     let mut run = fleet::simulate(what, &requests.list, &what.fleet_options(seed, keep_rows), &mut |_| ())?;
-    fleet::name_load(&mut run, requests, seed);
+    fleet::describe(&mut run, what, requests, seed);
     let mut rows = Vec::new();
     report::write_csv(&mut rows, &run.rows)?;
     Ok(Simulated {
@@ -109,7 +109,7 @@ fn result_of_fleet(
 }
 
 fn result(what: &mut What, seed: u64) -> anyhow::Result<Simulated> {
-    what.read_drafts()?;
+    what.read_inputs(true)?;
     let requests = what.requests.get(seed)?;
     let mut remarks = requests.remarks.clone();
     if what.zero.zero_service {
@@ -128,6 +128,7 @@ fn result(what: &mut What, seed: u64) -> anyhow::Result<Simulated> {
     let options = Options { explain: true, watch: true, ..what.options(seed) };
     let done = run_one(what, &requests.list, &options, false, &mut |_| Ok(()), &mut |_| ())?;
     let mut record = done.record;
+    what.describe_layers(&mut record.setting);
     record.setting.insert("load".to_owned(), requests.name.clone());
     if requests.drawn {
         record.setting.insert("seed".to_owned(), seed.to_string());

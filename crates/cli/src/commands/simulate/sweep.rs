@@ -154,7 +154,7 @@ fn write(mut args: Args, quiet: bool) -> anyhow::Result<(Table, String)> {
     if !args.routings.is_empty() && !args.what.fleet.is_on() {
         return Err(wrong_usage("--routings needs fleets: give --workers or --fleet-sizes"));
     }
-    args.what.read_drafts()?;
+    args.what.read_inputs(quiet)?;
     let cells = cells(&args);
     twice("--schedules", &args.schedules)?;
     twice("--policies", &args.policies)?;
