@@ -7,6 +7,7 @@
 //!
 //! Guarantee: results are a function of the requests, cache, cost model and options. The loop makes no scheduling
 //! decision.
+mod estimates;
 mod executor;
 mod memory;
 mod queue;
@@ -14,6 +15,7 @@ pub(crate) mod tiers;
 mod watch;
 pub(crate) mod worker;
 
+pub use estimates::LengthError;
 pub use kvist_scheduler::{Part, RECORDING_VERSION, Recorder};
 pub(crate) use queue::{Arrivals, parents};
 pub use tiers::TierOrder;
@@ -22,10 +24,11 @@ use crate::cost::StepCost;
 use crate::report::{CacheCounts, Load, Record, RequestOutcome, RequestRow, Timeline};
 use crate::request::Request;
 use crate::speculation::{Speculation, SpeculationCounts};
+use estimates::Lengths;
 use kvist_cache::Cache;
 use kvist_scheduler::{
-    BadConfig, Clock, Config, End, Ended, Iteration, LengthSource, Recording, RequestId, SchedulerCounters,
-    Truth, VirtualClock,
+    BadConfig, Clock, Config, End, Ended, Iteration, LengthSource, Recording, SchedulerCounters, Truth,
+    VirtualClock,
 };
 use memory::{Blocks, Memory};
 use std::sync::Arc;
@@ -38,6 +41,9 @@ use worker::Worker;
 pub struct Options {
     /// The scheduler's configuration.
     pub scheduler: Config,
+    /// With `lengths = oracle`: the scheduler is told estimates with this error instead of the truth. `max_new` bounds them,
+    /// so without one of its own no estimate exceeds the true length.
+    pub length_error: Option<LengthError>,
     /// Minimum `max_new` of every request; a longer answer gets its true length. `None`: exactly the true length, so
     /// that `max_new` predicts as well as an oracle.
     pub max_new: Option<u32>,
@@ -65,6 +71,7 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             scheduler: Config::default(),
+            length_error: None,
             max_new: None,
             deadline_ns: None,
             one_by_one: false,
@@ -112,15 +119,6 @@ pub struct Run {
     pub counters: SchedulerCounters,
     /// Scheduler iterations that ran something. Fewer than steps if several steps ran as one.
     pub turns: u64,
-}
-
-/// The true output lengths, which only a simulation knows.
-struct Lengths(Arc<[u32]>);
-
-impl Truth for Lengths {
-    fn output_tokens(&self, id: RequestId) -> u32 {
-        self.0[id.0 as usize]
-    }
 }
 
 /// Runs `requests` through a scheduler over `cache`, which must be empty. After every iteration in which a request
@@ -207,10 +205,7 @@ impl<'a> Simulation<'a> {
         one_by_one: bool,
     ) -> Result<Self, BadConfig> {
         let oracle = options.scheduler.lengths == LengthSource::Oracle;
-        let truth = oracle.then(|| {
-            let lengths = requests.iter().map(|r| r.output_tokens).collect();
-            Box::new(Lengths(lengths)) as Box<dyn Truth>
-        });
+        let truth = oracle.then(|| Box::new(Lengths::of(requests, options.length_error)) as Box<dyn Truth>);
         let cache_counts = cache_counts(&cache);
         let mut worker = Worker::new(cache, cost, options, truth, one_by_one, false)?;
         let memory = Memory::new(worker.scheduler.cache_mut());
@@ -416,6 +411,10 @@ pub(crate) fn setting(options: &Options, cost: &dyn StepCost) -> std::collection
     let config = &options.scheduler;
     let lengths = match (config.lengths, options.max_new) {
         (LengthSource::MaxNew, None) => format!("{}, which is the true length here", config.lengths.name()),
+        (LengthSource::Oracle, _) if options.length_error.is_some() => {
+            let variation = options.length_error.map_or(0.0, |error| error.variation);
+            format!("noisy: the true length times a log-normal error of cv {variation}")
+        }
         (lengths, _) => lengths.name().to_owned(),
     };
     [

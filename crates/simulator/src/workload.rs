@@ -79,9 +79,11 @@ const ARRIVALS: usize = 0;
 const PROMPTS: usize = 1;
 const OUTPUTS: usize = 2;
 const CONTENTS: usize = 3;
+/// Errors of estimated lengths, which belong to a run.
+pub(crate) const ESTIMATES: usize = 4;
 
 /// Stream `number` of `seed`. The streams of a seed are 2^128 draws apart, so they never overlap.
-fn stream(seed: u64, number: usize) -> Random {
+pub(crate) fn stream(seed: u64, number: usize) -> Random {
     let mut random = Random::seed_from_u64(seed);
     (0..number).for_each(|_| random.jump());
     random

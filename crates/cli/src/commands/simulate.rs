@@ -266,6 +266,7 @@ impl What {
         }
         self.costs.layers.read(quiet)?;
         self.check_layers()?;
+        self.schedule.check_lengths()?;
         self.check_fleet()?;
         self.speculation.read()
     }
@@ -301,6 +302,7 @@ impl What {
         let (stop, tier_capacities) = (self.stop.clone(), self.tiers.capacities());
         Options {
             scheduler: self.scheduler(),
+            length_error: self.schedule.length_error(seed),
             max_new,
             deadline_ns,
             speculation,

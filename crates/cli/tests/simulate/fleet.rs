@@ -145,6 +145,7 @@ fn what_a_fleet_refuses() {
         ("--workers 2 --tier s:1GiB,bw=1GB/s,shared=0", &["`shared=0` of the tier s", "write the unit"]),
         ("--workers 2 --tier s:1GiB,bw=1GB/s,shared,durable", &["outlives every worker"]),
         ("--workers 2 --lengths oracle", &["--workers cannot be used with --lengths oracle"]),
+        ("--workers 2 --lengths noisy:cv=1 --max-new 9", &["--workers cannot be used with --lengths noisy"]),
         ("--workers 2 --scale 4294967295", &["--scale: 4294967295 copies", "give at most 20000000"]),
         ("--workers 2 --record x", &["--record cannot be used with --workers"]),
         ("--workers 2 --html x", &["--html cannot be used with --workers", "sweep"]),

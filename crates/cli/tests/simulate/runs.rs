@@ -178,6 +178,29 @@ fn three_requests_under_three_schedulers() {
     }
 }
 
+/// Estimates without an error are the truth; with one, srpt serves in another order, the same one for the same seed, and edf,
+/// which weighs no work, does not change.
+#[test]
+fn wrong_estimates_change_policies_that_weigh_work() {
+    let folder = tempfile::tempdir().unwrap();
+    let csv = folder.path().join("rows.csv").display().to_string();
+    let rows = |schedule: &str, lengths: &str| {
+        let command = "simulate -q --requests 60 --contents unknown --arrivals poisson:per_s=4 --max-batch 2 --max-new 100000 \
+                       --deadline 9s --csv";
+        let more = ["--schedule", schedule, "--lengths", lengths];
+        succeed(&[&words(command)[..], &[&csv], &more].concat());
+        std::fs::read_to_string(&csv).unwrap()
+    };
+    let truth = rows("srpt", "oracle");
+    assert!(rows("srpt", "noisy:cv=0") == truth);
+    let noisy = rows("srpt", "noisy:cv=2");
+    assert!(noisy != truth && noisy == rows("srpt", "noisy:cv=2"));
+    assert!(rows("edf", "noisy:cv=2") == rows("edf", "oracle"));
+    let command = "simulate -q --requests 5 --json --max-new 9 --lengths noisy:cv=0.25";
+    let report = json(&words(command));
+    assert_eq!(report["setting"]["lengths"], "noisy: the true length times a log-normal error of cv 0.25");
+}
+
 /// Layers that see 32 tokens: by hand, no query needs more than 3 blocks of 16. The second request finds the blocks of the
 /// window before its last token, though the block before them is gone.
 #[test]

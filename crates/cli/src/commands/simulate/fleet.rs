@@ -174,11 +174,15 @@ impl What {
         for (given, flag, why) in [
             (self.zero.zero_service, "--zero-service", "where no worker is ever busy"),
             (self.speculation.is_on(), "--speculate", "which a fleet does not simulate yet"),
-            (self.schedule.is_oracle(), "--lengths oracle", "which a fleet does not simulate yet"),
         ] {
             if given {
                 return Err(wrong_usage(format!("--workers cannot be used with {flag}, {why}")));
             }
+        }
+        if let Some(lengths) = self.schedule.told_lengths() {
+            return Err(wrong_usage(format!(
+                "--workers cannot be used with --lengths {lengths}, which a fleet does not simulate yet"
+            )));
         }
         if let Some(weight) = self.fleet.overlap_weight {
             if !matches!(self.fleet.policy(), Policy::OverlapCost { .. }) {

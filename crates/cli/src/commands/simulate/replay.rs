@@ -275,7 +275,7 @@ fn begin(header: &str, keys: &Keys) -> anyhow::Result<Replay> {
         bail!("a decision log without its events: give the event log, and this file with --decisions")
     }
     if keys.config.as_ref().is_some_and(|config| config.lengths == LengthSource::Oracle) {
-        bail!("it was recorded with --lengths oracle, and no log contains the true lengths")
+        bail!("it was recorded with --lengths oracle (or noisy), and no log contains the true lengths")
     }
     Ok(Replay::begin(header, None, None)?)
 }

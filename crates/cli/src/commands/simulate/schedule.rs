@@ -1,8 +1,11 @@
 //! Scheduler options.
 use super::spec;
+use crate::options::wrong_usage;
 use clap::ValueEnum;
 use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
 use kvist_simulator::request::Request;
+use kvist_simulator::run::LengthError;
+use std::str::FromStr;
 use std::time::Duration;
 
 const SCHEDULER: &str = "Scheduler";
@@ -12,8 +15,10 @@ pub struct ScheduleArgs {
     /// Order of requests: fcfs, sjf, srpt, edf, laxity, priority
     #[arg(long, default_value = "fcfs", value_name = "NAME", help_heading = SCHEDULER)]
     pub schedule: String,
-    /// Source of the lengths of answers, for policies that weigh work
-    #[arg(long, value_enum, default_value_t = Lengths::MaxNew, help_heading = SCHEDULER)]
+    /// Source of the lengths of answers, for policies that weigh work: max-new (every answer is as long as its limit allows),
+    /// running-mean (the mean of all answers so far), oracle (the true length, which no server knows), or noisy:cv=X (the true
+    /// length times a log-normal error of mean 1 and this coefficient of variation; give --max-new too)
+    #[arg(long, default_value = "max-new", value_name = "SOURCE", help_heading = SCHEDULER)]
     lengths: Lengths,
     /// `max_tokens` of every request, at least [default: the true length of its answer]
     #[arg(long, value_name = "N", help_heading = SCHEDULER)]
@@ -38,14 +43,35 @@ pub struct ScheduleArgs {
     prefix_window: Option<u32>,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Lengths {
-    /// Every answer is as long as its limit allows
     MaxNew,
-    /// The mean of all answers so far
     RunningMean,
-    /// The true length, which no server knows
     Oracle,
+    /// The truth with an error of this coefficient of variation.
+    Noisy(f64),
+}
+
+impl FromStr for Lengths {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "max-new" => return Ok(Lengths::MaxNew),
+            "running-mean" => return Ok(Lengths::RunningMean),
+            "oracle" => return Ok(Lengths::Oracle),
+            _ => {}
+        }
+        let Some(rest) = text.strip_prefix("noisy") else {
+            return Err(format!(
+                "`{text}` is no source of lengths: use max-new, running-mean, oracle, or noisy:cv=0.5"
+            ));
+        };
+        let variation = rest.strip_prefix(":cv=").and_then(|number| number.parse::<f64>().ok());
+        variation.filter(|found| LengthError::is_valid(*found)).map(Lengths::Noisy).ok_or_else(|| {
+            let most = LengthError::MAX_VARIATION;
+            format!("`{text}` has no coefficient of variation from 0 to {most}: write it as noisy:cv=0.5")
+        })
+    }
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -57,9 +83,32 @@ enum Keeps {
 }
 
 impl ScheduleArgs {
-    /// Whether the scheduler is told how long every answer will be.
-    pub fn is_oracle(&self) -> bool {
-        matches!(self.lengths, Lengths::Oracle)
+    /// The value of --lengths if the scheduler is told something about each answer that no server knows.
+    pub fn told_lengths(&self) -> Option<&'static str> {
+        match self.lengths {
+            Lengths::MaxNew | Lengths::RunningMean => None,
+            Lengths::Oracle => Some("oracle"),
+            Lengths::Noisy(_) => Some("noisy"),
+        }
+    }
+
+    /// The error of the lengths that the scheduler is told, in a run of the load of `seed`.
+    pub fn length_error(&self, seed: u64) -> Option<LengthError> {
+        match self.lengths {
+            Lengths::Noisy(variation) => Some(LengthError { variation, seed }),
+            _ => None,
+        }
+    }
+
+    /// Refuses errors of lengths that the limits would cut off.
+    pub fn check_lengths(&self) -> anyhow::Result<()> {
+        if matches!(self.lengths, Lengths::Noisy(_)) && self.max_new.is_none() {
+            return Err(wrong_usage(
+                "--lengths noisy needs --max-new: without it the limit of a request is its true length, and no estimate is \
+                 above the limit. Give one that no answer needs, such as --max-new 100000",
+            ));
+        }
+        Ok(())
     }
 
     pub fn max_new(&self) -> Option<u32> {
@@ -99,7 +148,7 @@ impl ScheduleArgs {
             lengths: match self.lengths {
                 Lengths::MaxNew => LengthSource::MaxNew,
                 Lengths::RunningMean => LengthSource::RunningMean,
-                Lengths::Oracle => LengthSource::Oracle,
+                Lengths::Oracle | Lengths::Noisy(_) => LengthSource::Oracle,
             },
             max_batch: self.max_batch,
             max_batch_tokens: self.batch_tokens,
