@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub enum Contents {
     /// Only the number of tokens is known. Never matches a prefix.
     Unknown,
-    /// Every request begins with one of a few prefixes.
+    /// Every request, or a share of them, begins with one of a few prefixes.
     Prefixes(Prefixes),
     /// Every arrival is a chat of several turns.
     Chats(Chats),
@@ -27,6 +27,8 @@ pub struct Prefixes {
     /// Popularity ∝ rank^-exponent; with 0 all prefixes are equally popular.
     pub exponent: f64,
     pub prefix_tokens: u32,
+    /// The share of requests that begin with a prefix, from 0 to 1. The others are as long, and share nothing.
+    pub share: f64,
     /// Whether the prefix is followed by a prompt of the request's own. If not, the prefix is the whole prompt.
     pub own_prompt: bool,
     pub tokens_per_id: u32,
@@ -85,6 +87,10 @@ impl Contents {
                 if prefixes.prefix_tokens == 0 || u64::from(prefixes.prefix_tokens) > MAX_TOKENS {
                     let found = prefixes.prefix_tokens;
                     return Err(BadParameter::new("the length of prefixes", found, "1 to 16777216 tokens"));
+                }
+                if !(0.0..=1.0).contains(&prefixes.share) {
+                    let found = prefixes.share;
+                    return Err(BadParameter::new("the share of requests with a prefix", found, "0 to 1"));
                 }
                 Ok(())
             }
@@ -184,11 +190,15 @@ impl<'a> RequestGenerator<'a> {
                 let own = if prefixes.own_prompt { prompt() } else { 0 };
                 let n_prompt = prefixes.prefix_tokens.saturating_add(own);
                 let rank = self.popularity.as_ref().map_or(0, |popularity| self.random.sample(popularity));
+                // Nothing is drawn where all requests share: descriptions without a share give what they gave before.
+                let shares = prefixes.share >= 1.0 || self.random.random::<f64>() < prefixes.share;
                 let per_prefix = u64::from(prefixes.prefix_tokens.div_ceil(prefixes.tokens_per_id));
                 let mut request = Request::new(requests.len() as u64, arrival_ns, n_prompt, output());
                 // If the request has a prompt of its own, the id that contains the end of the prefix is the request's
                 // own. If not, the output would share that id with other requests, so the output stays unknown.
-                let (shared, n_known) = if prefixes.own_prompt {
+                let (shared, n_known) = if !shares {
+                    (0, request.total_tokens())
+                } else if prefixes.own_prompt {
                     (u64::from(prefixes.prefix_tokens / prefixes.tokens_per_id), request.total_tokens())
                 } else {
                     (per_prefix, u64::from(n_prompt))

@@ -46,7 +46,7 @@ const LENGTHS: Kinds = &[
 
 const CONTENTS: Kinds = &[
     ("unknown", "unknown"),
-    ("prefixes", "prefixes:n=20,exponent=1,tokens=512,own_prompt=true,tokens_per_id=16"),
+    ("prefixes", "prefixes:n=20,exponent=1,tokens=512,own_prompt=true,share=0.8,tokens_per_id=16"),
     ("chats", "chats:least_turns=1,most_turns=8,think_s=10,system_tokens=64,tokens_per_id=16"),
     ("agents", "agents:fan_out=3,depth=2,system_tokens=64,tokens_per_id=16"),
 ];
@@ -205,6 +205,7 @@ impl FromStr for Contents {
                 exponent: spec.number("exponent")?,
                 prefix_tokens: spec.count("tokens")?,
                 own_prompt: spec.take("own_prompt", "true or false")?,
+                share: if spec.has("share") { spec.number("share")? } else { 1.0 },
                 tokens_per_id: spec.count_or("tokens_per_id", TOKENS_PER_ID)?,
             }),
             "chats" => Contents::Chats(Chats {
@@ -280,6 +281,14 @@ mod tests {
             (
                 contents("prefixes:n=0,exponent=1,tokens=5,own_prompt=true,tokens_per_id=16"),
                 "the number of prefixes is 0",
+            ),
+            (
+                contents("prefixes:n=1,exponent=1,tokens=5,own_prompt=true,share=1.5"),
+                "the share of requests with a prefix is 1.5: expected 0 to 1",
+            ),
+            (
+                contents("prefixes:n=1,exponent=1,tokens=5,own_prompt=true,share=NaN"),
+                "the share of requests with a prefix is NaN",
             ),
             (contents("agents:fan_out=3"), "`agents` lacks `depth`"),
             (

@@ -23,7 +23,7 @@ fn approximation(probabilities: &[f64], capacity: f64) -> f64 {
 
 #[test]
 fn lru_hits_as_often_as_che_says() {
-    for exponent in [0.7, 1.0, 1.3] {
+    for exponent in [0.7, 1.0, 1.3, 1.5] {
         let weights: Vec<f64> = (1..=N_BLOCKS).map(|rank| f64::from(rank).powf(-exponent)).collect();
         let total: f64 = weights.iter().sum();
         let probabilities: Vec<f64> = weights.iter().map(|weight| weight / total).collect();
@@ -36,6 +36,7 @@ fn lru_hits_as_often_as_che_says() {
                 n_prefixes: N_BLOCKS,
                 exponent,
                 prefix_tokens: 16,
+                share: 1.0,
                 own_prompt: false,
                 tokens_per_id: 16,
             }),

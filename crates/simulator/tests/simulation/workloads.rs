@@ -18,6 +18,7 @@ fn all() -> Vec<Workload> {
         n_prefixes: 20,
         exponent: 1.0,
         prefix_tokens: 100,
+        share: 1.0,
         own_prompt,
         tokens_per_id: 16,
     };
@@ -106,6 +107,34 @@ fn prefixes_are_shared_up_to_their_last_whole_id() {
     // Without a prompt of its own, the prefix is the whole prompt, including its partial end.
     let whole = all()[2].generate(1).unwrap();
     assert!(whole.iter().all(|r| r.prompt_tokens == 100));
+}
+
+/// Four of five requests begin with the prefix, and the others share nothing; all are as long as if every one shared.
+#[test]
+fn a_share_of_the_requests_has_a_prefix() {
+    for own_prompt in [true, false] {
+        let of = |share| {
+            let prefixes = Prefixes {
+                n_prefixes: 1,
+                exponent: 0.0,
+                prefix_tokens: 96,
+                share,
+                own_prompt,
+                tokens_per_id: 16,
+            };
+            workload(Contents::Prefixes(prefixes)).generate(3).unwrap()
+        };
+        let (all, some, none) = (of(1.0), of(0.8), of(0.0));
+        let prompts = |requests: &[Request]| requests.iter().map(|r| r.prompt_tokens).collect::<Vec<_>>();
+        assert_eq!((prompts(&some), prompts(&none)), (prompts(&all), prompts(&all)));
+        let beginners = |requests: &[Request]| requests.iter().filter(|r| common(&all[0], r) == 6).count();
+        assert_eq!((beginners(&all), beginners(&none)), (400, 0));
+        // 320 of 400, with a standard deviation of 8.
+        assert!((290..=350).contains(&beginners(&some)), "{}", beginners(&some));
+        let strangers: Vec<&Request> = some.iter().filter(|r| common(&all[0], r) == 0).collect();
+        assert_eq!(strangers.len() + beginners(&some), 400);
+        assert!(strangers.windows(2).all(|pair| common(pair[0], pair[1]) == 0));
+    }
 }
 
 #[test]

@@ -60,6 +60,7 @@ pub fn load(
                 n_prefixes: N_PREFIXES,
                 exponent: 1.0,
                 prefix_tokens: PREFIX_TOKENS,
+                share: 1.0,
                 own_prompt: true,
                 tokens_per_id: 16,
             };
