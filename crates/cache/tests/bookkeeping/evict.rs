@@ -202,6 +202,50 @@ fn decay_follows_time_without_a_touch() {
     }
 }
 
+/// A half-life of ln 0.5 ÷ ln 0.9 = 6.58 steps is a decay of 0.9 per step: a block with one use per step scores 1, 1.9, 2.71, …,
+/// and ten steps after its last use still 0.94. Scores are compared with those of a block with n uses at that moment, which is n,
+/// in thousandths.
+#[test]
+fn a_half_life_is_a_decay_per_step() {
+    let step_ns = 1_000_000_000;
+    let steps = 0.5f64.ln() / 0.9f64.ln();
+    assert!((steps - 6.58).abs() < 0.005);
+    for (n_steps, idle_steps, expected) in [
+        (1, 0, 1000.0),
+        (2, 0, 1900.0),
+        (3, 0, 2710.0),
+        (4, 0, 3439.0),
+        (3, 10, 2710.0 * 0.9f64.powi(10)),
+        (200, 0, 10_000.0), // 1 ÷ (1 − 0.9)
+    ] {
+        let outranked_by = |n_uses: u32| {
+            let mut parameters = Parameters::default();
+            parameters.half_life = Some(std::time::Duration::from_secs_f64(steps));
+            let mut policy = evict::build("lfu_decay", &parameters).unwrap();
+            let mut tick = 0;
+            let mut use_at = |entry: u32, is_first: bool, now_ns: u64| {
+                tick += 1;
+                let at = Use { now_ns, tick, cost: 1.0, bytes: 1, next_use: None };
+                if is_first { policy.stored(entry, &at) } else { policy.used(entry, &at) }
+            };
+            let mut ranks = [None, None];
+            for use_of in 0..n_steps * 1000 {
+                ranks[0] = Some(use_at(0, use_of == 0, use_of / 1000 * step_ns));
+            }
+            let now_ns = (n_steps - 1 + idle_steps) * step_ns;
+            (0..n_uses).for_each(|n| ranks[1] = Some(use_at(1, n == 0, now_ns)));
+            ranks[0] < ranks[1]
+        };
+        let (fewer, more) = ((expected - 2.0) as u32, (expected + 3.0) as u32);
+        let found = (outranked_by(fewer), outranked_by(more));
+        assert_eq!(
+            found,
+            (false, true),
+            "{n_steps} steps, {idle_steps} without use: not {expected} thousandths"
+        );
+    }
+}
+
 /// Replays a stream through a flat cache. Returns the number of hits.
 fn hits(policy: &str, capacity: u32, stream: &[u64]) -> u32 {
     let mut flat = Flat::new(capacity, evict::build(policy, &parameters(policy)).unwrap());

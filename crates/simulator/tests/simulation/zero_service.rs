@@ -56,6 +56,32 @@ fn the_last_block_counts_as_many_tokens_as_it_has() {
     assert_eq!(json["cache"]["token_hit_ratio"], 0.5);
 }
 
+/// Documents of 40 blocks that nothing asks for twice: no policy finds a block, however large the cache. Read in a circle by LRU
+/// they are not found either, until all of them fit; `opt` finds what a cache can keep.
+#[test]
+fn long_documents_that_differ_are_never_found() {
+    let document = |at: u64, id: u64| Request {
+        content: Prompt::Ids { ids: (id * 40..id * 40 + 40).collect(), tokens_per_id: 16, n_tokens: 640 },
+        ..Request::new(at, at * 1000, 640, 1)
+    };
+    let of = |n_documents: u64, policy: &str, capacity: u32, order: TouchOrder| {
+        let requests: Vec<Request> = (0..50).map(|at| document(at, at % n_documents)).collect();
+        run(&BlockStream::of(&requests, None).unwrap(), policy, Some(capacity), order).cache.hit_blocks
+    };
+    for order in ORDERS {
+        for policy in POLICIES {
+            for capacity in [1, 39, 40, 400, 4000] {
+                assert_eq!(of(50, policy.name, capacity, order), 0, "{} at {capacity}", policy.name);
+            }
+        }
+        // Ten documents of 40 blocks: one block too few, and the whole of them.
+        let found = of(10, "lru", 400, order);
+        assert_eq!(found, 40 * 40);
+    }
+    assert_eq!(of(10, "lru", 360, TouchOrder::Forward), 0);
+    assert!(of(10, "opt", 360, TouchOrder::Forward) > 1000);
+}
+
 /// With reverse LRU, the resident blocks of a chain are always a prefix of it, so there is no hit after a miss. No
 /// policy beats `opt`, by either way of counting.
 #[test]
