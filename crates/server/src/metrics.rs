@@ -73,6 +73,7 @@ pub struct Metrics {
     generation_tokens: IntCounter,
     ended: IntCounterVec,
     responses: IntCounterVec,
+    targets: IntCounterVec,
 }
 
 impl Metrics {
@@ -148,6 +149,12 @@ impl Metrics {
                 "status",
                 &mut STATUSES.iter().map(u16::to_string).chain(["other".to_string()]),
             )?,
+            targets: counters(
+                "kvist_latency_targets_total",
+                "Answers with `kvist.target_ms` that were complete by then (met), or not (missed).",
+                "result",
+                &mut ["met", "missed"].into_iter().map(str::to_string),
+            )?,
             registry,
             labels,
         })
@@ -156,6 +163,10 @@ impl Metrics {
     pub fn responded(&self, status: u16) {
         let status = if STATUSES.contains(&status) { &status.to_string() } else { "other" };
         self.responses.with_label_values(&[status]).inc();
+    }
+    /// One answer with a target ended; a client that gives up is not counted.
+    pub fn target_ended(&self, is_met: bool) {
+        self.targets.with_label_values(&[if is_met { "met" } else { "missed" }]).inc();
     }
     /// One answer entered the batch; the prefix index supplied `cached_tokens` of its prompt.
     pub fn admitted(&self, after: Duration, prompt_tokens: u64, cached_tokens: u64) {
@@ -234,6 +245,7 @@ mod tests {
         metrics.responded(200);
         metrics.responded(418);
         metrics.admitted(ms(2), 7, 4);
+        metrics.target_ended(true);
         let recent_hits = kvist_cache::HitCounts { n_prompts: 3, prompt_tokens: 40, hit_tokens: 16 };
         let stats = EngineStats {
             running: 2,
@@ -271,6 +283,8 @@ mod tests {
             format!("vllm:request_success_total{{finished_reason=\"length\",{label}}} 1"),
             format!("vllm:request_success_total{{finished_reason=\"abort\",{label}}} 1"),
             format!("kvist_http_responses_total{{status=\"200\",{label}}} 1"),
+            format!("kvist_latency_targets_total{{result=\"met\",{label}}} 1"),
+            format!("kvist_latency_targets_total{{result=\"missed\",{label}}} 0"),
             format!("kvist_http_responses_total{{status=\"other\",{label}}} 1"),
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is not in\n{text}");

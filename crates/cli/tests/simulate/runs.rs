@@ -207,9 +207,10 @@ fn wrong_estimates_change_policies_that_weigh_work() {
 fn a_window_bounds_the_blocks_of_a_sequence() {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("two.jsonl");
-    let row = |id: u32| {
+    let row = |id: u64| {
+        let arrival_ns = id * 1_000_000_000;
         format!(
-            "{{\"id\":{id},\"arrival_ns\":{id}000000000,\"prompt_tokens\":64,\"output_tokens\":33,\"ids\":[1,2,3,4],\"tokens_per_id\":16}}\n"
+            "{{\"id\":{id},\"arrival_ns\":{arrival_ns},\"prompt_tokens\":64,\"output_tokens\":33,\"ids\":[1,2,3,4],\"tokens_per_id\":16}}\n"
         )
     };
     let header = "{\"format\":\"kvist-trace\",\"version\":1}\n";

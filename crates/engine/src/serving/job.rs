@@ -38,6 +38,9 @@ pub struct Job {
     pub retain: Option<Retention>,
     /// The job ends at this time, waiting or running, with [`FinishReason::Deadline`].
     pub deadline: Option<Instant>,
+    /// The answer should be complete by this time. The job goes on after it: the target only ranks it, under scheduling policies
+    /// that rank by deadlines, as an earlier deadline would.
+    pub target: Option<Instant>,
     /// Report why the prefix index supplied no more tokens.
     pub explain: bool,
     /// Tokens per second to generate, slow enough to watch. The engine pauses between its steps while every live job
@@ -67,6 +70,7 @@ impl Job {
             priority: 0,
             retain: None,
             deadline: None,
+            target: None,
             explain: false,
             pace: None,
             name: JobName::default(),

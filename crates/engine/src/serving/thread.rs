@@ -276,7 +276,7 @@ impl Thread {
             // The scheduler requires at least one new token. `generates` says whether it is wanted.
             max_new: job.max_new.max(1),
             prompt: Prompt::SharedTokens(job.prompt),
-            deadline_ns: job.deadline.map(|at| {
+            deadline_ns: job.target.into_iter().chain(job.deadline).min().map(|at| {
                 let left = at.saturating_duration_since(Instant::now());
                 now.saturating_add(u64::try_from(left.as_nanos()).unwrap_or(u64::MAX))
             }),

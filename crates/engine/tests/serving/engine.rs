@@ -215,6 +215,42 @@ async fn queues_end_and_deadlines_pass() {
     cache_is_unused(&engine).await;
 }
 
+/// Under `edf` the one job with a target goes first, although it came last and its target has passed; and it is not ended.
+#[tokio::test]
+async fn a_target_ranks_a_job_and_does_not_end_it() {
+    let all = tokens(TEXT);
+    let mut config = config(1024);
+    (config.scheduler.policy, config.scheduler.max_batch) = ("edf".into(), 1);
+    let engine = engine(config);
+    // The engine stands until all three jobs wait.
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let still = engine.clone();
+    let (standing, stands) = tokio::sync::oneshot::channel();
+    let answer = tokio::spawn(async move {
+        let stand = move |_: &mut EngineState| {
+            let _ = standing.send(());
+            released.recv().is_ok()
+        };
+        still.inspect(stand).await
+    });
+    stands.await.unwrap();
+    let deadline = Some(Instant::now() + Duration::from_secs(3600));
+    let target = Some(Instant::now());
+    let jobs =
+        [Job { deadline, ..greedy(&all, 5) }, greedy(&all, 5), Job { target, deadline, ..greedy(&all, 5) }];
+    let mut generations = jobs.map(|job| engine.submit(job).unwrap());
+    drop(release);
+    assert_eq!(answer.await.unwrap(), Some(false));
+    let mut admitted = Vec::new();
+    for generation in &mut generations {
+        let Some(Event::Admitted { at, .. }) = generation.next().await else { panic!("it was not admitted") };
+        admitted.push(at);
+        assert_eq!(receive(generation).await.done.unwrap().finish, FinishReason::Length);
+    }
+    assert!(admitted[2] < admitted[0] && admitted[0] < admitted[1], "{admitted:?}");
+    cache_is_unused(&engine).await;
+}
+
 /// A job can ask for a slow pace, because the embedded model is too fast to watch. A paced job does not slow
 /// down other jobs, and the engine still handles messages at once.
 #[tokio::test]

@@ -48,6 +48,7 @@ pub(crate) struct StreamOptions {
 pub(crate) struct KvistFields {
     pub explain: Option<bool>,
     pub timeout_ms: Option<u64>,
+    pub target_ms: Option<u64>,
     pub priority: Option<i32>,
     pub pace: Option<u32>,
     pub cache: Option<CacheFields>,

@@ -318,6 +318,7 @@ impl Answers {
 
     /// Account for the end of an answer.
     fn end(&mut self, index: usize, done: &Done, now: Instant) {
+        self.count_target(done, now);
         if !self.clocks[index].open {
             // It was never submitted, so metrics do not count it either.
             self.ended = Some("deadline");
@@ -352,6 +353,18 @@ impl Answers {
         if let Some(text) = self.texts.get_mut(index) {
             *text += &done.text;
             self.state.log_answer(&self.request.id, index, text);
+        }
+    }
+
+    /// Count whether an answer met its target. Nothing is known of one that its client gave up.
+    fn count_target(&self, done: &Done, now: Instant) {
+        let Some(target) = self.request.target else { return };
+        match done.finish {
+            FinishReason::EndOfText | FinishReason::Stop(_) | FinishReason::Length => {
+                self.state.metrics.target_ended(now <= target);
+            }
+            FinishReason::Deadline => self.state.metrics.target_ended(false),
+            FinishReason::Cancelled => {}
         }
     }
 

@@ -50,6 +50,8 @@ pub(crate) struct GenerationRequest {
     /// Keeps the prompt in the cache.
     pub retain: Option<Retention>,
     pub deadline: Instant,
+    /// The answers should be complete by this time. They go on after it.
+    pub target: Option<Instant>,
     pub explain: bool,
     /// The tokens of prompts and answers are part of the response.
     pub return_token_ids: bool,
@@ -78,6 +80,10 @@ impl GenerationRequest {
         if kvist.priority.is_some() && !caller.admin {
             let message = "`kvist.priority` needs an admin key";
             return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message).about("kvist.priority"));
+        }
+        if kvist.target_ms.is_some() && !caller.admin {
+            let message = "`kvist.target_ms` needs an admin key: it puts the request before others";
+            return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message).about("kvist.target_ms"));
         }
         if kvist.cache.is_some() && !caller.admin {
             let message = "`kvist.cache` needs an admin key: what it keeps takes room from all";
@@ -123,6 +129,7 @@ impl GenerationRequest {
             priority: kvist.priority.unwrap_or(0),
             retain: kvist.cache.map(CacheFields::retention),
             deadline: caller.arrived + timeout,
+            target: kvist.target_ms.map(|ms| caller.arrived + Duration::from_millis(ms)),
             explain: kvist.explain.unwrap_or(false),
             return_token_ids: common.return_token_ids.unwrap_or(false),
             pace: kvist.pace,
@@ -248,6 +255,7 @@ impl GenerationRequest {
             priority: self.priority,
             retain: self.retain,
             deadline: Some(self.deadline),
+            target: self.target,
             explain: self.explain,
             pace: self.pace,
             name: JobName { request: self.id.as_str().into(), session: self.session.clone() },

@@ -156,6 +156,8 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
                 "explain": boolean(false, "Report under `kvist` how much of each prompt was cached, and why not more."),
                 "timeout_ms": integer(1, 1 << 40, "End the request after this time. The server's own limit still \
                                                    applies."),
+                "target_ms": integer(1, 1 << 40, "When the answer should be complete, in milliseconds from the request. Ranks it under the \
+                    scheduling policies `edf` and `laxity`, and does not end it; for admin keys only."),
                 "priority": integer(i64::from(i32::MIN), i64::from(i32::MAX),
                     "A larger number is more urgent. Used by the scheduling policy `priority`; for admin keys only."),
                 "cache": or_null(json!({

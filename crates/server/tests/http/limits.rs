@@ -224,6 +224,27 @@ fn deadlines_end_requests() {
     server.becomes_idle();
 }
 
+/// A target does not end a request; whether it was met is counted. At its pace, the second one cannot meet a millisecond.
+#[test]
+fn targets_are_counted_and_end_nothing() {
+    let mut config = config();
+    config.scheduler.policy = "edf".into();
+    let server = Server::start(config);
+    let ask = |fields: Value| {
+        let body = json!({"prompt": "a", "max_tokens": 3, "ignore_eos": true, "n": 1, "kvist": fields});
+        server.post("/v1/completions", &body).good()["usage"]["completion_tokens"].as_u64()
+    };
+    let counted =
+        |result: &str| server.metric("kvist_latency_targets_total", &format!("result=\"{result}\","));
+    assert_eq!(ask(json!({"pace": 1000})), Some(3));
+    assert_eq!((counted("met"), counted("missed")), (0.0, 0.0));
+    assert_eq!(ask(json!({"target_ms": 1u64 << 40})), Some(3));
+    assert_eq!((counted("met"), counted("missed")), (1.0, 0.0));
+    assert_eq!(ask(json!({"target_ms": 1, "pace": 20})), Some(3));
+    assert_eq!((counted("met"), counted("missed")), (1.0, 1.0));
+    server.becomes_idle();
+}
+
 /// Regression: one answer that had nothing yet at the deadline discarded what the others had. Answers that the queue had no place
 /// for discarded all, too.
 #[test]

@@ -188,6 +188,11 @@ fn keys_bound_what_is_retained_and_dropped() {
     let (status, param, code, _) = send("POST", "/v1/completions", "ann", &body).error();
     assert_eq!((status, &*param, &*code), (403, "kvist.cache", "admin_only"));
     send("POST", "/v1/completions", "bob", &body).good();
+    // Nor may a request put itself before those of others.
+    let body = json!({"prompt": prompt(0), "max_tokens": 1, "kvist": {"target_ms": 1000}});
+    let (status, param, code, _) = send("POST", "/v1/completions", "ann", &body).error();
+    assert_eq!((status, &*param, &*code), (403, "kvist.target_ms", "admin_only"));
+    send("POST", "/v1/completions", "bob", &body).good();
 
     let deleted = |key| send("DELETE", "/v1/cache", key, &json!({})).good()["deleted_blocks"].as_u64();
     assert_eq!(deleted("ann"), Some(0), "bob's prompt is not hers");

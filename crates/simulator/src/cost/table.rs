@@ -320,8 +320,7 @@ mod tests {
             prefill_context_tokens: prefill_context,
             decode_sequences,
             decode_context_tokens: decode_context * decode_sequences,
-            draft_tokens: 0,
-            attention_pairs: 0,
+            ..BatchShape::default()
         }
     }
 

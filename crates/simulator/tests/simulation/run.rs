@@ -136,6 +136,7 @@ fn recorded(requests: &[Request], cache: Cache, cost: &dyn StepCost, options: &O
 fn options(config: &Config, one_by_one: bool) -> Options {
     Options {
         scheduler: config.clone(),
+        length_error: None,
         max_new: Some(40),
         deadline_ns: None,
         one_by_one,
