@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the recording that the page shows where no server is: agents that fan out, in a cache that is a little too small.
-# The committed file was drawn by an earlier random number generator: this seed now gives other requests.
+# Writes the recording that the page shows without a server: agents that start others, in a cache that is a little too small.
+# An earlier random number generator made the committed file, so running this replaces it with other requests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 file=$(mktemp)

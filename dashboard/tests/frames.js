@@ -1,6 +1,7 @@
 // What a frame of a large live cache costs: node tests/frames.js [BLOCKS] [SECONDS]. It only prints.
 import { browser, open } from './page.js';
-import { Load, pretend } from './load.js';
+import { Load } from './load.js';
+import { pretend } from './pretend.js';
 
 const blocks = Number(process.argv[2] ?? 100_000);
 const seconds = Number(process.argv[3] ?? 10);

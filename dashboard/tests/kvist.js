@@ -15,5 +15,12 @@ export async function start(...flags) {
       if (found) resolve(`${found[0]}/`);
     });
   });
-  return { child, url, stop: () => new Promise((resolve) => (child.removeAllListeners('exit'), child.on('exit', resolve), child.kill('SIGTERM'))) };
+  const stop = () =>
+    new Promise((resolve) => {
+      if (child.exitCode !== null || child.signalCode !== null) return resolve();
+      child.removeAllListeners('exit');
+      child.on('exit', resolve);
+      child.kill('SIGTERM');
+    });
+  return { child, url, stop };
 }

@@ -1,46 +1,13 @@
-// A server that only pretends: the bundle, and a live stream that says what a test wants it to. And a load for it.
-import { serve } from './page.js';
-
+// A load of many sequences, as the lines of a live stream.
 const MS = 1e6;
-
-/** `tell` sends lines to all listeners, `rest` what sessions there are, `below` what tiers, `restart` ends the streams and begins anew, `refuse` answers with an error instead. */
-export async function pretend(snapshot) {
-  let listeners = new Set();
-  let refusal = null;
-  const event = (name, data) => `event: ${name}\ndata: ${data.replaceAll('\n', '\ndata: ')}\n\n`;
-  const server = await serve({
-    '/kvist/live': (_, response) => {
-      if (refusal) {
-        response.writeHead(refusal.status, { 'content-type': 'application/json' });
-        return response.end(JSON.stringify({ error: { message: refusal.message } }));
-      }
-      response.writeHead(200, { 'content-type': 'text/event-stream' });
-      response.write(event('snapshot', JSON.stringify(typeof snapshot === 'function' ? snapshot() : snapshot)));
-      listeners.add(response);
-      response.on('close', () => listeners.delete(response));
-    },
-  });
-  return {
-    ...server,
-    get listeners() {
-      return listeners.size;
-    },
-    tell: (lines) => listeners.forEach((response) => response.write(event('lines', lines.map((line) => JSON.stringify(line)).join('\n')))),
-    rest: (sessions) => listeners.forEach((response) => response.write(event('sessions', JSON.stringify({ sessions, more: 0 })))),
-    below: (tiers) => listeners.forEach((response) => response.write(event('tiers', JSON.stringify(tiers)))),
-    also: (below) => listeners.forEach((response) => response.write(event('below', JSON.stringify(below)))),
-    restart(next) {
-      snapshot = next;
-      listeners.forEach((response) => response.end());
-    },
-    refuse: (status, message) => (refusal = status === null ? null : { status, message }),
-  };
-}
+let instances = 0;
 
 /** A cache of `blocks` blocks, nearly full, and `running` sequences of `long` blocks, of which every other one shares the first half with another. */
 export class Load {
   constructor({ blocks = 100_000, running = 256, long = 250, model = 'pretended' } = {}) {
     Object.assign(this, { blocks, long, model });
+    /** Each load is another server. */
+    this.instance = `kvist-${instances++}`;
     this.at = 1e9;
     this.n = 0;
     this.next = 0;
@@ -102,7 +69,7 @@ export class Load {
 
   snapshot() {
     return {
-      format: 'kvist-live', version: 1, model: this.model, at: this.at, bytes_per_token: 4096, bound_bytes: this.blocks * 65536,
+      format: 'kvist-live', version: 1, instance_id: this.instance, model: this.model, at: this.at, bytes_per_token: 4096, bound_bytes: this.blocks * 65536,
       groups: [{ block_tokens: 16, blocks: this.blocks, window: null }],
       requests: this.sequences.map(({ seq, tokens }) => ({
         id: seq, running: true, seq, arrival_ns: this.at - 1e9, admitted_ns: this.at - 9e8, first_token_ns: this.at - 8e8,

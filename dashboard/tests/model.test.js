@@ -1,13 +1,16 @@
 // The reducer without a browser: lines as a server writes them, and what they make of requests, blocks and charts.
 import assert from 'node:assert/strict';
+import { readFileSync } from 'node:fs';
 import { test } from 'node:test';
 import { drafted, layout as tree, verified } from '../src/lib/drafts.js';
 import { Flashes } from '../src/lib/flashes.js';
-import { History, Model, order, partsOf, sourcesOf } from '../src/lib/model.js';
-import { contrast, palette } from '../src/lib/palette.js';
+import { History, countUntil } from '../src/lib/history.js';
+import { Model, order, partsOf, sourcesOf } from '../src/lib/model.js';
+import { contrast, oklch, palette } from '../src/lib/palette.js';
 import { Recording } from '../src/lib/recording.js';
-import { series } from '../src/lib/series.js';
+import { decodeRate, series } from '../src/lib/series.js';
 import { forest, layout } from '../src/lib/sharing.js';
+import { Slots } from '../src/lib/slots.js';
 import { Throttle } from '../src/lib/throttle.js';
 
 const GROUPS = [{ block_tokens: 16, blocks: 64, window: null }];
@@ -92,7 +95,7 @@ test('keyframes share what has ended, and going back changes none of them', () =
   assert.equal(a, b);
   const state = () => JSON.stringify([[...recording.now.requests.values()], [...recording.now.sequences.values()], recording.now.groups[0].held]);
   const moments = [0.1, 0.37, 0.5, 0.83, 1].map((share) => recording.begin + (recording.end - recording.begin) * share);
-  // Its stupid twin: everything from the beginning on.
+  // A naive model applies everything from the beginning on.
   const told = moments.map((at) => {
     const model = new Model(GROUPS);
     for (const line of recording.lines) if ((line.at ?? 0) <= at) model.apply(line);
@@ -143,7 +146,7 @@ test('the share that was found is that of the last twenty prompts', () => {
   for (const admit of admits) history.admit(...admit);
   const { hit } = series(history, [0, 90 * MS], 90);
   // A chart ends where the last step does.
-  history.turn(0, 90 * MS, 0, 0, 0, 0, { held: 0, idle: 0 });
+  history.turn(0, 90 * MS, 0, 0, { held: 0, idle: 0 });
   const told = series(history, [0, 90 * MS], 90).hit;
   assert.equal(hit.at(-1), null);
   admits.forEach((_, i) => {
@@ -211,7 +214,7 @@ test('a session at rest is drawn with the blocks that it would find', () => {
     const trees = forest(model, 0, rank);
     return { rows: layout(trees).rows.map(({ seq, end }) => [seq, end]), saved: trees.named - trees.held, live: trees.live, resting: trees.resting };
   };
-  model.tell(sessions);
+  model.tellSessions({ sessions, more: 0 });
   assert.deepEqual(shown(), { rows: [['sess-b', 3], ['sess-a', 2]], saved: 2, live: 0, resting: 2 });
 
   // One that runs is its sequence, in its place, and nothing else.
@@ -236,7 +239,7 @@ test('a session at rest is drawn with the blocks that it would find', () => {
 
   // What is evicted is found no more, nor what lies behind it.
   reduced([{ step: 3, at: 20, blocks: [[0, 'evict', 4, null, 'make_room']] }], model);
-  assert.deepEqual(shown(), { rows: [['sess-a', 1], ['sess-b', 1]].slice(0, 2), saved: 1, live: 0, resting: 2 });
+  assert.deepEqual(shown(), { rows: [['sess-a', 1], ['sess-b', 1]], saved: 1, live: 0, resting: 2 });
 });
 
 // On a dark ground, lanes that waited and free blocks could hardly be seen.
@@ -248,6 +251,27 @@ test('what waits and what is free stand off the ground', () => {
     }
   }
   assert.equal(contrast([0, 0, 0], [255, 255, 255]), 21);
+});
+
+test('text can be read on every ground', () => {
+  const sheet = readFileSync(new URL('../src/app.css', import.meta.url), 'utf8');
+  const colour = (name, dark) => {
+    const number = '([\\d.]+)';
+    const one = `oklch\\(${number} ${number} ${number}\\)`;
+    const parts = new RegExp(`--${name}: light-dark\\(${one}, ${one}\\)`).exec(sheet).slice(1).map(Number);
+    return oklch(...parts.slice(dark ? 3 : 0, dark ? 6 : 3));
+  };
+  for (const dark of [false, true]) {
+    for (const ground of ['card', 'bg', 'sunk', 'wash']) {
+      for (const text of ['ink', 'quiet', 'accent', 'alarm']) {
+        const found = contrast(colour(text, dark), colour(ground, dark));
+        assert.ok(found >= 4.5, `${text} on ${ground} in ${dark ? 'dark' : 'light'}: ${found}`);
+      }
+    }
+    // The text of the canvases is that of the page.
+    assert.deepEqual(palette(dark).quiet, colour('quiet', dark));
+    assert.ok(contrast(palette(dark).quiet, palette(dark).surface) >= 4.5);
+  }
 });
 
 test('where no step has run, charts have no point', () => {
@@ -279,7 +303,7 @@ test('a step gives as many tokens as its draft says, and one without a draft', (
   ]));
   const request = model.requests.get(4);
   assert.deepEqual([request.generated, request.known, request.computed], [10, 30, 29]);
-  assert.deepEqual([request.passes, request.made, model.totals.decode], [5, 9, 9]);
+  assert.deepEqual([request.passes, request.made], [5, 9]);
   assert.deepEqual(request.draft, { at: 13 * MS, parents: [null, 0, 1], path: [0, 1], emitted: 3 });
   assert.deepEqual(model.history.turns.map((turn) => turn.decode), [0, 3, 1, 1, 1, 3]);
 });
@@ -424,4 +448,78 @@ test('without tiers there is none to show', () => {
   const model = reduced([{ format: 'kvist-events', config: { policy: 'fcfs' } }, ...served({})]);
   assert.equal(model.tiers, null);
   assert.equal(Model.ofSnapshot({ groups: GROUPS }).tiers, null);
+});
+
+// With windows in its layers, Gemma 3 has them in the first group: figures and charts were those of the window.
+test('figures and charts show a group without a window', () => {
+  const window = { block_tokens: 16, blocks: 8, window: 64 };
+  const model = new Model([window, ...GROUPS]);
+  assert.equal(model.mainGroup, 1);
+  assert.deepEqual([new Model(GROUPS).mainGroup, new Model([window]).mainGroup], [0, 0]);
+  reduced([
+    { n: 0, at: 0, arrive: { id: 0, arrival_ns: 0, prompt_tokens: 40, max_new: 9 } },
+    { n: 1, at: MS, steps: 1, elapsed: 5 * MS, sampled: 1, finished: [] },
+    { step: 0, at: MS, admit: 0, seq: 0, hit: 0 }, { step: 0, at: MS, chunk: 0, first: 0, tokens: 40 },
+    { step: 0, at: MS, blocks: [[0, 'alloc', 0, 0, 'append'], ...[0, 1, 2].map((block) => [1, 'alloc', block, 0, 'append'])] },
+  ], model);
+  assert.deepEqual(model.history.turns.map(({ held }) => held), [3]);
+});
+
+// A server that copies blocks to tiers before it evicts them seemed to evict none.
+test('a block that was copied to a tier first is evicted, too', () => {
+  const model = Model.ofSnapshot({ at: 0, groups: GROUPS, tiers: ['ram'], idle: [[3, 4]] });
+  model.tellSessions({ sessions: [{ id: 'sess-a', parent: null, tokens: 40, running: false, tables: [[3, 4]] }], more: 0 });
+  const changes = [];
+  model.onchange = (_, block, change) => changes.push([block, change]);
+  model.apply({ step: 1, at: 5, blocks: [[0, 'free', 4, null, 'unpin'], [0, 'idle', 3, null, 'unpin']] });
+  assert.deepEqual([model.totals.evicted, model.groups[0].idle, model.groups[0].state[4]], [1, 1, 0]);
+  assert.deepEqual(model.sessions[0].tables, [[3]]);
+  assert.deepEqual(changes, [[4, 'evict'], [3, 'idle']]);
+  // What its sequence frees is not evicted.
+  model.apply({ step: 2, at: 6, blocks: [[0, 'alloc', 9, 1, 'append'], [0, 'free', 9, 1, 'remove']] });
+  assert.equal(model.totals.evicted, 1);
+});
+
+// With one step in two seconds, the figure went from 0 to 16 and back.
+test('tokens per second are steady, however long a step takes', () => {
+  const turns = (length, n, decode) => Array.from({ length: n }, (_, i) => ({ from: i * length, to: (i + 1) * length, decode }));
+  const slow = turns(2000 * MS, 10, 16);
+  // A live server has told of the steps that have ended.
+  for (let at = 4000; at <= 20000; at += 130) {
+    const told = slow.filter(({ to }) => to <= at * MS);
+    assert.ok(Math.abs(decodeRate(told, at * MS) - 8) < 1e-9, `live at ${at} ms: ${decodeRate(told, at * MS)}`);
+    assert.ok(Math.abs(decodeRate(slow, at * MS) - 8) < 1e-9, `recorded at ${at} ms: ${decodeRate(slow, at * MS)}`);
+  }
+  assert.ok(Math.abs(decodeRate(turns(10 * MS, 300, 4), 3050 * MS) - 400) < 1e-9);
+  assert.deepEqual([decodeRate([], 5), decodeRate(slow, 60000 * MS)], [0, 0]);
+});
+
+test('events are counted up to a moment', () => {
+  const items = [1, 3, 3, 7].map((at) => [at]);
+  assert.deepEqual([0, 1, 3, 5, 9].map((at) => countUntil(items, at, ([at]) => at)), [0, 1, 3, 3, 4]);
+});
+
+test('a recording without layer groups is refused in words', () => {
+  const line = JSON.stringify({ format: 'kvist-recording', version: 1 });
+  assert.throws(() => new Recording(line, 'old.jsonl'), /old\.jsonl does not tell the layer groups/);
+});
+
+test('a place is given to the first that waits, and to none that has given up', async () => {
+  const slots = new Slots(2);
+  const entered = [];
+  const stoppers = Array.from({ length: 5 }, () => new AbortController());
+  const all = stoppers.map(({ signal }, i) => slots.enter(signal).then(() => entered.push(i)));
+  await Promise.all(all.slice(0, 2));
+  assert.deepEqual([entered, slots.free], [[0, 1], false]);
+  stoppers[2].abort();
+  await assert.rejects(all[2], { name: 'AbortError' });
+  slots.leave();
+  await all[3];
+  slots.leave();
+  await all[4];
+  assert.deepEqual(entered, [0, 1, 3, 4]);
+  slots.leave();
+  slots.leave();
+  assert.ok(slots.free);
+  await assert.rejects(slots.enter(stoppers[2].signal), { name: 'AbortError' });
 });

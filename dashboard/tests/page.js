@@ -35,8 +35,14 @@ export const browser = await chromium.launch({
   args: ['--no-sandbox', '--disable-gpu'],
 });
 
-/** In the page: every canvas counts in `calls` what is drawn on it. Each drawing begins with one `clearRect`. */
+/** In the page: every canvas counts in `calls` what is drawn on it, and `seenFrames` are all frames. Each drawing begins with one `clearRect`. */
 function counting() {
+  window.seenFrames = 0;
+  const count = () => {
+    window.seenFrames += 1;
+    requestAnimationFrame(count);
+  };
+  requestAnimationFrame(count);
   for (const name of ['clearRect', 'putImageData', 'fill', 'stroke']) {
     const real = CanvasRenderingContext2D.prototype[name];
     CanvasRenderingContext2D.prototype[name] = function (...args) {
@@ -48,6 +54,9 @@ function counting() {
 }
 /** What was drawn so far on `canvas`. */
 export const calls = (canvas) => canvas.evaluate((element) => ({ clearRect: 0, putImageData: 0, fill: 0, stroke: 0, ...element.calls }));
+
+/** Number of frames so far. */
+export const frames = (page) => page.evaluate(() => window.seenFrames);
 
 /** Lets `ms` pass by the page's own clock, and then two frames: what was to be drawn has been. */
 export const pass = (page, ms = 0) => page.evaluate((ms) => new Promise((resolve) => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(resolve)), ms)), ms);

@@ -265,6 +265,18 @@ test('a dropped or chosen recording is shown, a wrong file is refused in words',
     await page.getByRole('button', { name: 'Dismiss' }).click();
   }
   await page.getByText('Recording · mine.jsonl').waitFor();
+  // The same file again: it is read anew.
+  await seek(page, 0.5);
+  await page.locator('input[type=file]').setInputFiles(join(folder, 'mine.jsonl'));
+  await page.waitForFunction(() => document.querySelector('input[type=range]').value === document.querySelector('input[type=range]').min);
+  const text = await page.evaluateHandle(() => {
+    const transfer = new DataTransfer();
+    transfer.setData('text/plain', 'a text');
+    return transfer;
+  });
+  await page.dispatchEvent('body', 'dragover', { dataTransfer: text });
+  await pass(page);
+  assert.equal(await page.locator('.drop').count(), 0, 'a text is no recording');
   const data = await page.evaluateHandle((text) => {
     const transfer = new DataTransfer();
     transfer.items.add(new File([text], 'dropped.jsonl'));
@@ -288,6 +300,53 @@ test('a recording without a request says so', async () => {
   await calm(page);
 });
 
+/** A recording of one block that is given out and freed `n` times, a second apart. */
+const busyBlock = (n) => {
+  const lines = [{ format: 'kvist-recording', version: 1, groups: [{ block_tokens: 16, blocks: 64, window: null }] }];
+  for (let i = 0; i < n; i++) lines.push({ step: i, at: i * 1e9, blocks: [[0, 'alloc', 0, i, 'append'], [0, 'free', 0, i, 'remove']] });
+  return { name: 'busy.jsonl', mimeType: 'text/plain', buffer: Buffer.from(lines.map((line) => JSON.stringify(line)).join('\n')) };
+};
+
+// The last 400 events were shown, wherever one was.
+test('of a long life, the list shows the part around the moment', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  await page.locator('input[type=file]').setInputFiles(busyBlock(600));
+  await page.getByText('Recording · busy.jsonl').waitFor();
+  await map(page).click({ position: { x: 20, y: 20 } });
+  const life = page.getByRole('region', { name: 'Life of block 0' });
+  await life.getByText('400 of 1,200 events').waitFor();
+  const ends = async () => [await life.locator('.at').first().innerText(), await life.locator('.at').last().innerText()];
+  assert.deepEqual(await ends(), ['0.00 s', '3:19.00']);
+  await seek(page, 0.5);
+  assert.deepEqual(await ends(), ['3:20.00', '6:39.00']);
+  await seek(page, 1);
+  assert.deepEqual(await ends(), ['6:40.00', '9:59.00']);
+  await calm(page);
+});
+
+// The example, which came later, took its place.
+test('a file that is opened while the example is read stays', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  let release;
+  const released = new Promise((resolve) => (release = resolve));
+  await page.route('**/example.jsonl.gz', async (route) => {
+    await released;
+    await route.continue();
+  });
+  await page.reload();
+  await page.getByText('Reading a recording …').waitFor();
+  await page.locator('input[type=file]').setInputFiles(busyBlock(3));
+  await page.getByText('Recording · busy.jsonl').waitFor();
+  const loaded = page.waitForResponse('**/example.jsonl.gz');
+  release();
+  await (await loaded).finished();
+  await pass(page, 300);
+  assert.match(await page.locator('.source').innerText(), /Recording · busy\.jsonl/);
+  await calm(page);
+});
+
 test('the tour goes through all its steps, by keyboard, and points at what it tells of', async () => {
   const page = await open(server.url, { reducedMotion: 'reduce' });
   await ready(page);
@@ -306,9 +365,13 @@ test('the tour goes through all its steps, by keyboard, and points at what it te
   assert.ok(titles.length === 7 && new Set(titles).size === 7, titles.join());
   assert.equal(await dialog.count(), 0);
   assert.equal(await page.locator('.spot').count(), 0);
+  const theme = page.getByRole('button', { name: /^Theme/ });
+  await theme.focus();
   await page.keyboard.press('t');
+  await dialog.waitFor();
   await page.keyboard.press('Escape');
   assert.equal(await dialog.count(), 0);
+  assert.ok(await theme.evaluate((button) => button === document.activeElement), 'the focus is where it was');
   await calm(page);
 });
 

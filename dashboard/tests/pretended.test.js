@@ -1,8 +1,9 @@
 // The page against a live stream that a test makes up: what is drawn how often, restarts, refusals.
 import assert from 'node:assert/strict';
 import { after, test } from 'node:test';
-import { Load, pretend } from './load.js';
-import { browser, calls, open, pass } from './page.js';
+import { Load } from './load.js';
+import { browser, calls, frames, open, pass } from './page.js';
+import { pretend } from './pretend.js';
 
 const servers = [];
 after(async () => {
@@ -57,15 +58,16 @@ test('while blocks glow, only the map is drawn with every frame', async () => {
   await chart.waitFor();
   await pass(page, 300);
   const from = await now(page);
-  const [mapBegun, begun] = [await calls(map(page)), await calls(chart)];
+  const [mapBegun, begun, framesBegun] = [await calls(map(page)), await calls(chart), await frames(page)];
   for (let i = 0; i < 15; i++) {
     server.tell(load.turn());
     await pass(page, 100);
   }
-  const [told, mapTold, to] = [await calls(chart), await calls(map(page)), await now(page)];
-  const [drawn, ofMap] = [told.clearRect - begun.clearRect, mapTold.clearRect - mapBegun.clearRect];
+  const [told, mapTold, framesTold, to] = [await calls(chart), await calls(map(page)), await frames(page), await now(page)];
+  const [drawn, ofMap, all] = [told.clearRect - begun.clearRect, mapTold.clearRect - mapBegun.clearRect, framesTold - framesBegun];
   assert.ok(drawn >= 2 && drawn <= (to - from) / 250 + 1, `${drawn} drawings of a chart in ${to - from} ms`);
-  assert.ok(ofMap >= drawn, `${ofMap} of the map, ${drawn} of a chart`);
+  // The counts are read one after the other, and a blow of a busy machine may let all blocks go out.
+  assert.ok(ofMap >= 0.8 * all - 3 && ofMap <= all + 5, `${ofMap} drawings of the map in ${all} frames`);
   // What is slow comes late, but comes.
   await pass(page, 300);
   assert.equal((await figures(page)).running, String(load.sequences.length));
@@ -186,7 +188,7 @@ test('the tour waits for no server, and leaves the page where it was', async () 
 
 /** Nothing has ever happened here. */
 const nothing = (more = {}) => ({
-  format: 'kvist-live', version: 1, model: 'pretended', at: 5e9, bytes_per_token: 4096, bound_bytes: 64 * 65536,
+  format: 'kvist-live', version: 1, instance_id: 'pretended', model: 'pretended', at: 5e9, bytes_per_token: 4096, bound_bytes: 64 * 65536,
   groups: [{ block_tokens: 16, blocks: 64, window: null }], requests: [], sequences: [], idle: [[]], counters: {}, ...more,
 });
 async function begun(snapshot, options) {
@@ -270,11 +272,11 @@ test('sessions at rest stay drawn, and their blocks are pointed at', async () =>
   const sharing = page.getByRole('region', { name: 'Shared blocks' });
   assert.match(await sharing.innerText(), /no session has a full block in the cache/);
   server.tell(answered({ name: 'cmpl-1', session: 'sess-aa11bb22' }));
-  server.rest([
+  server.tellSessions([
     { id: 'sess-aa11bb22', parent: null, tokens: 41, running: false, tables: [[0, 1]] },
     { id: 'sess-cc33dd44', parent: 'sess-aa11bb22', tokens: 20, running: false, tables: [[0]] },
-  ]);
-  await sharing.getByText('0 live sequences, 2 at rest').waitFor();
+  ], 3);
+  await sharing.getByText('0 live sequences, 2 at rest, 3 more sessions not listed').waitFor();
   assert.match(await sharing.locator('.saved').innerText(), /sharing saves 1 blocks, 33%, 64(\.0)? KiB/);
   assert.match(await sharing.locator('svg').innerHTML(), /sess-aa11bb…/);
   await pass(page, 100);
@@ -284,7 +286,7 @@ test('sessions at rest stay drawn, and their blocks are pointed at', async () =>
   assert.match(await sharing.locator('[aria-live]').innerText(), /^Session sess-\w+, at rest: \d blocks/);
   await pass(page);
   assert.notEqual(await map(page).evaluate((canvas) => canvas.toDataURL()), before, 'others are faint');
-  server.rest([]);
+  server.tellSessions([]);
   await sharing.getByText('no session has a full block in the cache').waitFor();
   // What was pointed at is gone: the map went faint, and stayed so.
   await page.waitForFunction((before) => document.querySelector('.map canvas').toDataURL() === before, before);
@@ -308,9 +310,10 @@ test('a key without the rights of an administrator is told what it can do', asyn
   await page.context().close();
 });
 
-/** The API of a model that goes on with texts, as the playground asks it: a token is a character. `down` has paths that are refused, `asked` every change of a session, with its key. */
+/** The API of a model that goes on with texts, as the playground asks it: a token is a character. `down` has paths that are refused, `asked` every change of a session, with its key; `drop` lets the sessions expire. */
 async function talking(page, down = []) {
   const sessions = new Map();
+  let made = 0;
   const asked = [];
   const chunks = (text) => ({ contentType: 'text/event-stream', body: `data: ${JSON.stringify({ choices: [{ text, finish_reason: 'length' }] })}\n\ndata: [DONE]\n\n` });
   await page.route('**/v1/**', (route) => {
@@ -323,10 +326,11 @@ async function talking(page, down = []) {
     if (request.method() !== 'GET') asked.push([request.headers().authorization?.slice(7), request.method(), id, verb, body?.text ?? body?.at]);
     if (!id && request.method() === 'GET') return route.fulfill({ json: { data: [] } });
     if (!id) {
-      const made = `sess-${sessions.size}`;
-      sessions.set(made, '');
-      return route.fulfill({ json: { id: made } });
+      const name = `sess-${made++}`;
+      sessions.set(name, '');
+      return route.fulfill({ json: { id: name } });
     }
+    if (id !== 'sess-fork' && !sessions.has(id)) return route.fulfill({ status: 404, json: { error: { message: `there is no session ${id}` } } });
     if (verb === 'append') sessions.set(id, sessions.get(id) + body.text);
     if (verb === 'fork') return route.fulfill({ json: { sessions: [{ id: 'sess-fork' }] } });
     // An answer begins and does not end; the session has more of it than the page was given.
@@ -335,7 +339,7 @@ async function talking(page, down = []) {
     return route.fulfill({ json: { id, text, messages: null, n_tokens: text?.length, running: false } });
   });
   await page.getByRole('button', { name: 'Playground' }).click();
-  return { asked, down };
+  return { asked, down, drop: () => sessions.clear() };
 }
 const pieces = (page) => page.locator('li .text').allInnerTexts();
 const say = async (page, text) => {
@@ -403,6 +407,126 @@ test('with another key, what was said goes on in new sessions', async () => {
   await page.context().close();
 });
 
+/** Says something, and stops the answer, which has begun. */
+async function sayAndStop(page, text) {
+  await say(page, text);
+  await page.waitForFunction(() => document.querySelectorAll('li').length === 2);
+  await page.getByRole('button', { name: 'Stop', exact: true }).click();
+  await page.getByRole('button', { name: 'Go on' }).waitFor();
+}
+
+// A branch whose session had expired could do nothing any more.
+test('what a server has dropped goes on in a new session', async () => {
+  const { page } = await begun(nothing());
+  const { asked, drop } = await talking(page);
+  const stop = page.getByRole('button', { name: 'Stop', exact: true });
+  const goOn = page.getByRole('button', { name: 'Go on' });
+  await sayAndStop(page, 'A vector owns');
+  /** Stops the answer of this session once it has begun. */
+  const stopIn = async (id) => {
+    while (asked.at(-1)[2] !== id || asked.at(-1)[3] !== 'generate') await pass(page, 50);
+    await stop.click();
+    await goOn.waitFor();
+  };
+  drop();
+  await goOn.click();
+  await stopIn('sess-1');
+  assert.deepEqual(await pieces(page), ['A vector owns', ' and frees it', ' and frees it']);
+  assert.deepEqual(asked.slice(3).map(([, ...rest]) => rest), [
+    ['POST', 'sess-0', 'generate', undefined],
+    ['POST', undefined, undefined, undefined],
+    ['POST', 'sess-1', 'append', 'A vector owns'],
+    ['POST', 'sess-1', 'append', ' and frees it'],
+    ['POST', 'sess-1', 'generate', undefined],
+  ]);
+  // A message, a fork and a rollback get there as well.
+  drop();
+  await say(page, ' until');
+  await stopIn('sess-2');
+  assert.deepEqual(await pieces(page), ['A vector owns', ' and frees it', ' and frees it', ' until', ' and frees it']);
+  drop();
+  await page.getByRole('button', { name: 'Fork', exact: true }).first().click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 2);
+  await page.getByRole('button', { name: 'Roll back to here' }).first().click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch')[0].querySelectorAll('li').length === 1);
+  assert.equal(await page.locator('section.branch .error').count(), 0);
+  await page.context().close();
+});
+
+test('behind a restart, branches go on in new sessions, and the model is asked for again', async () => {
+  const { server, page } = await begun(nothing());
+  const { asked, down, drop } = await talking(page);
+  await sayAndStop(page, 'A vector owns');
+  drop();
+  down.push('sessions');
+  server.restart(nothing({ instance_id: 'next', model: 'next' }));
+  await page.getByText('Live · next').waitFor();
+  down.pop();
+  const before = asked.length;
+  await page.getByRole('button', { name: 'Go on' }).click();
+  while (!asked.slice(before).some(([, , , verb]) => verb === 'generate')) await pass(page, 50);
+  const after = asked.slice(before).filter(([, method]) => method !== 'DELETE');
+  assert.deepEqual(after.map(([, ...rest]) => rest), [
+    ['POST', undefined, undefined, undefined],
+    ['POST', 'sess-1', 'append', 'A vector owns'],
+    ['POST', 'sess-1', 'append', ' and frees it'],
+    ['POST', 'sess-1', 'generate', undefined],
+  ]);
+  await page.context().close();
+});
+
+// A sixth answer was a request that the browser held back, and the page said "writing".
+test('as many answers as the browser has connections, and the others wait for them', async () => {
+  const { page } = await begun(nothing());
+  await talking(page);
+  await sayAndStop(page, 'A vector owns');
+  const branches = page.locator('section.branch');
+  for (let n = 2; n <= 7; n++) {
+    await branches.first().getByRole('button', { name: 'Fork', exact: true }).first().click();
+    await page.waitForFunction((n) => document.querySelectorAll('section.branch').length === n, n);
+  }
+  await page.getByRole('button', { name: 'Let all go on' }).click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch .note').length === 7);
+  assert.equal(await page.getByText('writing …').count(), 5);
+  assert.equal(await page.getByText('waits for another answer to end').count(), 2);
+  await branches.first().getByRole('button', { name: 'Stop', exact: true }).click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch .note').length === 6);
+  assert.equal(await page.getByText('waits for another answer to end').count(), 1);
+  // What is said to all stays with those that are busy.
+  await page.getByRole('textbox', { name: 'Message to all branches' }).fill('and then');
+  await page.keyboard.press('Enter');
+  await page.waitForFunction(() => [...document.querySelectorAll('section.branch textarea')].filter(({ value }) => value === 'and then').length === 6);
+  await page.context().close();
+});
+
+// The label said "Live" over a picture of long ago.
+test('without a connection, the page does not say that it is live', async () => {
+  const { server, page } = await begun(nothing());
+  server.refuse(401, 'another key is needed');
+  server.restart(nothing());
+  await page.getByText('Not connected · pretended').waitFor();
+  await page.getByText('The server wants an admin key').waitFor();
+  const field = page.getByLabel('API key', { exact: true }).and(page.locator('input'));
+  await field.fill('ключ');
+  await page.getByRole('button', { name: 'Connect' }).click();
+  await page.getByText('This key was not sent: the API key has characters that HTTP cannot send').waitFor();
+  await page.context().close();
+});
+
+// A tooltip lay below the rows, and never came.
+test('bars of shared blocks are on top of their rows', async () => {
+  const load = small();
+  const { page } = await live(load);
+  const svg = page.getByRole('region', { name: 'Shared blocks' }).locator('svg');
+  const box = await svg.locator('rect').first().boundingBox();
+  const [x, y] = [box.x + box.width / 2, box.y + 4];
+  await page.mouse.move(x, y);
+  const title = await page.evaluate(([x, y]) => document.elementFromPoint(x, y).querySelector('title')?.textContent, [x, y]);
+  assert.match(title, /^\d+ blocks, \d+ tokens from \d+ on, held by/);
+  await svg.locator('rect[opacity="0.25"]').first().waitFor();
+  await calm(page);
+});
+
 test('the tree of the last draft is drawn, and nothing where no server speculates', async () => {
   const load = small();
   const { server, page } = await live(load);
@@ -425,7 +549,7 @@ test('the tree of the last draft is drawn, and nothing where no server speculate
 test('what is below the cache is shown, and only if there is something', async () => {
   const MS = 1e6;
   const groups = [{ block_tokens: 16, blocks: 64, window: null }];
-  const snapshot = (more) => ({ model: 'pretended', at: 0, bytes_per_token: 1024, bound_bytes: 1 << 20, groups, requests: [], sequences: [], idle: [[]], ...more });
+  const snapshot = (more) => ({ version: 1, instance_id: 'first', model: 'pretended', at: 0, bytes_per_token: 1024, bound_bytes: 1 << 20, groups, requests: [], sequences: [], idle: [[]], ...more });
   const server = await pretend(snapshot({ tiers: ['ram', 'disk'] }));
   servers.push(server);
   const page = await open(server.url);
@@ -437,7 +561,7 @@ test('what is below the cache is shown, and only if there is something', async (
     { step: 0, at: 200 * MS, load: 3, seq: 7, hit: 16, tokens: 64, runs: [{ tier: 0, until: 48 }, { tier: 1, until: 80 }] },
     { step: 0, at: 200 * MS, blocks: [[0, 'alloc', 9, 7, 'open'], ...[0, 1, 2, 3].map((block) => [0, 'alloc', block, 7, 'load'])] },
   ]);
-  server.below({
+  server.tellTiers({
     tiers: [{ name: 'ram', bytes: 3 << 20, capacity_bytes: 4 << 20, blocks: 48, loaded_tokens: 640, errors: 0 }, { name: 'disk', bytes: null, capacity_bytes: 2 ** 41, blocks: null, loaded_tokens: 32, errors: 2 }],
     load_bytes: 4 * 16384, store_bytes: 0,
   });
@@ -465,7 +589,7 @@ test('what is below the cache is shown, and only if there is something', async (
   await page.waitForFunction(() => !document.querySelector('[aria-label=Tiers]').innerText.includes('is loading'));
   // What of the map is below it.
   assert.equal(await page.getByRole('button', { name: 'Below' }).count(), 0, 'as long as the server has not said it');
-  server.also({ group: 0, runs: [[[0, 2], [9, 1]], [[1, 1], [20, 5]]] });
+  server.tellBelow({ group: 0, runs: [[[0, 2], [9, 1]], [[1, 1], [20, 5]]] });
   await page.getByRole('button', { name: 'Below' }).click();
   await page.waitForFunction(() => /also in ram\s*3[^]*also in disk\s*1[^]*in no tier: gone when evicted\s*2/.test(document.querySelector('section.map footer')?.textContent));
   await page.waitForFunction(() => /3 also on the map[^]*1 also on the map/.test(document.querySelector('[aria-label=Tiers]').innerText));
@@ -481,7 +605,7 @@ test('what is below the cache is shown, and only if there is something', async (
   if (process.env.KVIST_SHOT) await page.screenshot({ path: process.env.KVIST_SHOT, fullPage: true });
 
   // Another server has none: nothing is left of them.
-  server.restart({ ...snapshot({}), model: 'flat' });
+  server.restart({ ...snapshot({}), instance_id: 'second', model: 'flat' });
   await page.getByText('Live · flat').waitFor();
   await panel.waitFor({ state: 'detached' });
   assert.equal(await page.getByRole('button', { name: /Source|Below/ }).count(), 0);

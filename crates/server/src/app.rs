@@ -3,7 +3,7 @@
 use crate::checks::{around, authenticate, cors};
 use crate::error::ApiError;
 use crate::state::ServerState;
-use crate::{cache, dashboard, health, openai, sessions};
+use crate::{cache, dashboard, health, live, openai, sessions};
 use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
@@ -33,7 +33,7 @@ pub fn router(state: Arc<ServerState>) -> Router {
         .route("/tokenize", post(openai::tokenize))
         .route("/detokenize", post(openai::detokenize))
         .route("/metrics", get(health::metrics))
-        .route("/kvist/live", get(dashboard::live))
+        .route("/kvist/live", get(live::stream::events))
         .route("/get_server_info", get(health::server_info))
         .route("/kv_event_sources", get(health::kv_event_sources))
         .route_layer(middleware::from_fn_with_state(state.clone(), authenticate));

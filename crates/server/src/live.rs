@@ -1,17 +1,19 @@
 //! Live view of the engine: an event stream for dashboards, and a recording file.
 //!
 //! A listener first receives a [`Snapshot`], and then the lines of a recording, in batches of whole steps, at most ten
-//! a second. It joins between two steps, so the lines continue the snapshot exactly. The lines contain no tokens of
-//! prompts or answers, and no salts. A file receives everything, prompts included, from before the first event, so it
-//! can be replayed.
+//! a second, besides one whenever another listener joins. It joins between two steps, so the lines continue the snapshot
+//! exactly. The lines contain no tokens of prompts or answers, and no salts. A file receives everything, prompts included,
+//! from before the first event, so it can be replayed.
 //!
 //! Without a listener or file the engine keeps no log. A listener that falls behind is disconnected and may reconnect.
 //! A file that falls behind ends. The engine never waits for a listener.
 pub(crate) mod below;
 mod file;
 pub(crate) mod sessions;
-pub(crate) mod tiers;
+pub(crate) mod stream;
+mod tiers;
 
+use crate::state::ServerState;
 use file::RecordFile;
 use kvist_cache::BlockEvent;
 use kvist_engine::serving::{Engine, EngineState, JobName, KvBytes, Watcher};
@@ -21,12 +23,14 @@ use serde::{Deserialize, Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 /// Largest number of listeners. More are refused.
-pub(crate) const MAX_LISTENERS: usize = 16;
-/// Time between two batches, in nanoseconds.
-const BATCH_NS: u64 = 100_000_000;
+const MAX_LISTENERS: usize = 16;
+/// Time between two batches.
+const BATCH_INTERVAL: Duration = Duration::from_millis(100);
 /// Largest number of batches that wait for a listener.
 const MAX_WAITING_BATCHES: usize = 64;
 
@@ -43,7 +47,12 @@ struct Registry {
     listeners: Vec<Sender<Arc<str>>>,
     /// Lines that have not been sent to the listeners yet.
     batch: String,
-    sent_ns: u64,
+    /// When the last batch was sent. `None` before the first one.
+    sent_at: Option<Instant>,
+    /// Runs the task that sends a batch that is not due yet. `None` before the first listener.
+    runtime: Option<Handle>,
+    /// Such a task is running.
+    is_sending_later: bool,
     blocks: Vec<BlockEvent>,
     bytes: KvBytes,
     names: Names,
@@ -71,6 +80,8 @@ impl Names {
 struct FirstEvent<'a> {
     format: &'static str,
     version: u32,
+    /// Names this process: after a restart it is another one.
+    instance_id: &'a str,
     model: &'a str,
     /// The engine's clock, in nanoseconds since its start.
     at: u64,
@@ -148,12 +159,13 @@ impl LiveView {
     /// Returns a snapshot as JSON, and the batches of lines that follow it.
     pub(crate) async fn listen(
         &self,
-        engine: &Engine,
-        model: String,
+        server: &Arc<ServerState>,
     ) -> Result<(String, Receiver<Arc<str>>), ListenError> {
         let live = self.clone();
-        let joined = engine.inspect(move |state| {
+        let runtime = Handle::current();
+        let joined = server.engine.inspect(move |state| {
             let mut registry = live.registry();
+            registry.runtime = Some(runtime);
             let at = state.now_ns();
             registry.listeners.retain(|listener| !listener.is_closed());
             if registry.listeners.len() >= MAX_LISTENERS {
@@ -162,7 +174,7 @@ impl LiveView {
             // Earlier events go to the existing listeners; the snapshot covers them for the new one.
             registry.begin(state);
             registry.take(at, at, state);
-            registry.send(at);
+            registry.send();
             let (sender, receiver) = channel(MAX_WAITING_BATCHES);
             registry.listeners.push(sender);
             let names = registry.names.of.iter().map(|(id, name)| (*id, name.into())).collect();
@@ -170,11 +182,13 @@ impl LiveView {
         });
         let (at, bytes, snapshot, names, receiver) = joined.await.unwrap_or(Err(ListenError::Stopped))?;
         // The snapshot of a full cache is long. Neither the engine nor other connections wait for it.
+        let server = server.clone();
         let written = tokio::task::spawn_blocking(move || {
             let first = FirstEvent {
                 format: "kvist-live",
                 version: kvist_scheduler::RECORDING_VERSION,
-                model: &model,
+                instance_id: &server.instance_id,
+                model: server.model_name(),
                 at,
                 bytes_per_token: bytes.per_token,
                 bound_bytes: bytes.bound,
@@ -184,6 +198,15 @@ impl LiveView {
             serde_json::to_string(&first).unwrap_or_default()
         });
         Ok((written.await.map_err(|_| ListenError::Stopped)?, receiver))
+    }
+
+    /// Sends the current batch once it is due.
+    async fn send_later(self) {
+        loop {
+            let wait = self.registry().send_if_due();
+            let Some(wait) = wait else { return };
+            tokio::time::sleep(wait).await;
+        }
     }
 }
 
@@ -206,6 +229,14 @@ impl Watcher for LiveView {
         let mut registry = self.registry();
         registry.stepped(now_ns, end_ns, state);
         registry.names.forget_ended();
+        // The next step, which would send the batch, may be far away.
+        if !registry.batch.is_empty()
+            && !registry.is_sending_later
+            && let Some(runtime) = registry.runtime.clone()
+        {
+            registry.is_sending_later = true;
+            runtime.spawn(self.clone().send_later());
+        }
     }
 }
 
@@ -223,11 +254,25 @@ impl Registry {
             return;
         }
         self.take(now_ns, end_ns, state);
-        // If the engine goes idle, send at once: the next step may be far away.
-        let is_idle = state.scheduler.n_running() + state.scheduler.n_waiting() == 0;
-        if is_idle || end_ns.saturating_sub(self.sent_ns) >= BATCH_NS {
-            self.send(end_ns);
+        if self.time_left().is_none() {
+            self.send();
         }
+    }
+
+    /// The time until the next batch may be sent. `None` if it may be sent now.
+    fn time_left(&self) -> Option<Duration> {
+        let left = BATCH_INTERVAL.checked_sub(self.sent_at?.elapsed())?;
+        (!left.is_zero()).then_some(left)
+    }
+
+    /// Called by the task that sends later. Sends the batch if it is due; otherwise returns the time to wait.
+    fn send_if_due(&mut self) -> Option<Duration> {
+        let wait = self.time_left().filter(|_| !self.batch.is_empty());
+        if wait.is_none() {
+            self.send();
+            self.is_sending_later = false;
+        }
+        wait
     }
 
     /// Start the event logs, unless they are on.
@@ -261,12 +306,12 @@ impl Registry {
         }
     }
 
-    fn send(&mut self, now_ns: u64) {
-        self.sent_ns = now_ns;
+    fn send(&mut self) {
         let batch = self.batch.trim_end();
         if !batch.is_empty() && !self.listeners.is_empty() {
             let batch: Arc<str> = batch.into();
             self.listeners.retain(|listener| listener.try_send(batch.clone()).is_ok());
+            self.sent_at = Some(Instant::now());
         }
         self.batch.clear();
     }

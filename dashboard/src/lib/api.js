@@ -1,6 +1,6 @@
 // The parts of the server's API that the playground uses. Errors have the server's message.
 import { app } from './app.svelte.js';
-import { eventsOf, messageOf } from './live.js';
+import { eventsOf, messageOf, withKey } from './stream.js';
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -10,9 +10,7 @@ export class Refused extends Error {
 }
 
 async function call(method, path, body, options = {}) {
-  const headers = {};
-  if (body !== undefined) headers['content-type'] = 'application/json';
-  if (app.key) headers.authorization = `Bearer ${app.key}`;
+  const headers = withKey(app.key, body === undefined ? {} : { 'content-type': 'application/json' });
   const response = await fetch(path, { ...options, method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
   if (response.ok) return response;
   throw new Refused(response.status, await messageOf(response));

@@ -31,11 +31,12 @@ class App {
   source = $state('recording');
   /** State of the server: connecting, live, lost, denied, limited, refused, absent. */
   server = $state('connecting');
-  /** Why the server refused. */
-  refusal = $state('');
+  /** Why the server refused, or the connection was lost; '' if that is unknown. */
+  reason = $state('');
   name = $state('');
   error = $state('');
-  loading = $state(true);
+  /** A recording is being read. */
+  loading = $state(false);
   /** Increases with every change, so that everything that reads it is drawn again. */
   tick = $state(0);
   /** Like `tick`, at most four times a second, and at once when a recording jumps: for expensive computations. */
@@ -62,10 +63,14 @@ class App {
 
   recording = null;
   live = null;
+  /** Called when another server answers, or the same one after a restart. */
+  restarted = () => {};
   flashes = new Flashes();
   #slowly = new Throttle(250, () => (this.slow += 1));
   #jumped = false;
   #wanted = false;
+  /** Number of recordings that were opened: a later one replaces those that are still being read. */
+  #opened = 0;
   /** True while the user has chosen nothing else: the server is then shown as soon as it answers. */
   #awaited = true;
   /** What was shown before the tour. */
@@ -144,10 +149,13 @@ class App {
       // Ignore the server while the page shows a recording.
       onchange: (...change) => this.source === 'live' && this.flash(...change),
       changed: () => this.source === 'live' && this.changed(),
-      begun: () => this.source === 'live' && this.#begin('live'),
-      state: (state, refusal = '') => {
+      begun: () => {
+        this.restarted();
+        if (this.source === 'live') this.#show('live');
+      },
+      state: (state, reason = '') => {
         this.server = state;
-        this.refusal = refusal;
+        this.reason = reason;
         if (state === 'live') {
           if (this.#awaited) this.show('live');
         } else if (this.live.model === null && (this.source === 'live' || this.recording === null)) {
@@ -168,48 +176,55 @@ class App {
     if (source === 'recording' && this.recording === null) return this.example();
     if (source === 'live') this.#awaited = false;
     this.playing = false;
-    this.#begin(source);
+    this.#show(source);
   }
 
   /** Starts to show `source`, with nothing selected. */
-  #begin(source) {
+  #show(source) {
     this.source = source;
     this.name = source === 'live' ? this.live.about?.model ?? 'live' : this.recording.name;
     this.followed = null;
     this.pointed = null;
-    this.loading = false;
     this.flashes.clear();
     this.epoch += 1;
     this.#jump();
   }
 
   async open(blob, name) {
+    const mine = ++this.#opened;
     this.error = '';
     this.loading = true;
     try {
-      this.recording = new Recording(await textOf(blob), name);
+      const text = await textOf(blob);
+      if (mine !== this.#opened) return false;
+      this.recording = new Recording(text, name);
       if (name !== EXAMPLE) this.#awaited = false;
       this.show('recording');
       return true;
     } catch (error) {
-      this.error = error instanceof Error ? error.message : String(error);
+      if (mine === this.#opened) this.error = error instanceof Error ? error.message : String(error);
       return false;
     } finally {
-      this.loading = false;
+      if (mine === this.#opened) this.loading = false;
     }
   }
 
-  /** Loads the example recording, and shows it if `wanted()` still holds after loading. */
+  /** Loads the example recording, and shows it if `wanted()` still holds after loading, and no other one was opened. */
   async example(wanted = () => true) {
     if (this.exampleShown) return this.show('recording');
+    const opened = this.#opened;
+    this.loading = true;
     try {
       const response = await fetch('example.jsonl.gz');
       if (!response.ok) throw new Error(`the example recording is missing (status ${response.status})`);
       const blob = await response.blob();
-      if (wanted() && (await this.open(blob, EXAMPLE))) {
+      if (opened !== this.#opened) return;
+      if (!wanted()) this.loading = false;
+      else if (await this.open(blob, EXAMPLE)) {
         this.seek(this.recording.begin + (this.recording.end - this.recording.begin) * 0.42);
       }
     } catch (error) {
+      if (opened !== this.#opened) return;
       this.loading = false;
       this.error = error.message;
     }
@@ -219,7 +234,7 @@ class App {
   }
 
   /** Starts the tour: on the live cache if several sequences are running there, otherwise on a recording. */
-  async begin() {
+  async beginTour() {
     if (this.tour === null) this.#before = { source: this.source, page: this.page };
     this.#awaited = false;
     this.page = 'cache';
@@ -245,6 +260,7 @@ class App {
   }
 
   step(direction) {
+    if (this.source !== 'recording' || !this.recording) return;
     this.playing = false;
     this.seek(this.recording.neighbour(this.recording.at, direction));
   }

@@ -196,7 +196,7 @@ export class Blocks {
   }
 
   /** A block from a snapshot is being imported from `tier`. */
-  await(block, seq, tier) {
+  adoptArriving(block, seq, tier) {
     this.adopt(block, seq);
     this.arriving[block] = 1;
     this.tier[block] = tier;

@@ -1,51 +1,20 @@
 // The live stream of a server: one connection with server-sent events, reopened when it breaks.
-import { History, Model, order } from './model.js';
+import { CLOCK } from './clock.js';
+import { History } from './history.js';
+import { Model, order } from './model.js';
+import { BadKey, eventsOf, messageOf, withKey } from './stream.js';
 
-/** The events of a text/event-stream body, as `{ event, data }`. */
-export async function* eventsOf(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = '';
-  let event = 'message';
-  let data = [];
-  try {
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      text += value;
-      let from = 0;
-      for (let to; (to = text.indexOf('\n', from)) >= 0; from = to + 1) {
-        const line = text.slice(from, to).replace(/\r$/, '');
-        if (line === '') {
-          if (data.length > 0) yield { event, data: data.join('\n') };
-          event = 'message';
-          data = [];
-        } else if (line.startsWith('event:')) event = line.slice(6).trim();
-        else if (line.startsWith('data:')) data.push(line.slice(5).replace(/^ /, ''));
-      }
-      text = text.slice(from);
-    }
-  } finally {
-    reader.cancel().catch(() => {});
-  }
-}
-
-/** The server's message in an error response. */
-export async function messageOf(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `status ${response.status}`; // the body is not in the format of errors: report the status
-  }
-}
+/** The version of the stream that this page reads. */
+const VERSION = 1;
 
 export class Live {
   /**
    * Calls `state` with 'live', 'lost', 'denied' (no key, or an unknown one), 'limited' (the key is not an admin's),
-   * 'absent' (there is no such stream) or 'refused' (with the server's message). Calls `changed` when the model has
-   * changed, and `begun` when another server answers, or the same one after a restart.
+   * 'absent' (there is no such stream) or 'refused', and with the reason, if one is known. Calls `changed` when the model
+   * has changed, and `begun` when another server answers, or the same one after a restart.
    */
-  constructor({ key, changed, state, begun, onchange }) {
-    Object.assign(this, { key, changed, state, begun, onchange });
+  constructor({ key, changed, state, begun, onchange, clock = CLOCK }) {
+    Object.assign(this, { key, changed, state, begun, onchange, clock });
     this.model = null;
     this.stopper = new AbortController();
     this.#run();
@@ -56,61 +25,73 @@ export class Live {
   }
 
   async #run() {
-    let wait = 500;
+    this.wait = 500;
     while (!this.stopper.signal.aborted) {
+      let reason;
       try {
-        const headers = { accept: 'text/event-stream' };
-        if (this.key()) headers.authorization = `Bearer ${this.key()}`;
-        const response = await fetch('kvist/live', { headers, signal: this.stopper.signal });
-        if (response.status === 401) return this.state('denied');
-        if (response.status === 403) return this.state('limited');
-        const type = response.headers.get('content-type') ?? '';
-        if (!response.ok) {
-          if (response.status === 404 && this.model === null) return this.state('absent');
-          throw new Error(await messageOf(response));
-        }
-        if (!type.startsWith('text/event-stream')) {
-          if (this.model === null) return this.state('absent');
-          throw new Error(`an answer of type ${type || 'unknown'}`);
-        }
-        for await (const { event, data } of eventsOf(response.body)) {
-          wait = 500;
-          this.#hear(event, data);
-        }
-        if (this.model === null) throw new Error('the stream ended before it began');
+        const final = await this.#connection();
+        if (final) return this.state(final);
       } catch (error) {
-        if (this.stopper.signal.aborted) return;
-        // If the server has too many listeners now, a later attempt may succeed.
-        if (this.model === null) this.state('refused', error instanceof TypeError ? 'no answer' : error.message);
+        if (error instanceof BadKey) return this.state('denied', error.message);
+        reason = error.message;
       }
-      if (this.model !== null) this.state('lost');
-      await new Promise((resolve) => setTimeout(resolve, wait));
-      wait = Math.min(wait * 2, 8000);
+      if (this.stopper.signal.aborted) return;
+      // If the server has too many listeners now, a later attempt may succeed.
+      this.state(this.model === null ? 'refused' : 'lost', reason);
+      await new Promise((resolve) => setTimeout(resolve, this.wait));
+      this.wait = Math.min(this.wait * 2, 8000);
+    }
+  }
+
+  /** Listens until the connection ends. Returns a state after which it is of no use to try again. */
+  async #connection() {
+    const response = await this.#ask(withKey(this.key(), { accept: 'text/event-stream' }));
+    if (response.status === 401) return 'denied';
+    if (response.status === 403) return 'limited';
+    if (response.status === 404 && this.model === null) return 'absent';
+    if (!response.ok) throw new Error(await messageOf(response));
+    const type = response.headers.get('content-type') ?? '';
+    if (!type.startsWith('text/event-stream')) {
+      if (this.model === null) return 'absent';
+      throw new Error(`an answer of type ${type || 'unknown'}`);
+    }
+    for await (const { event, data } of eventsOf(response.body, this.clock)) {
+      this.wait = 500;
+      this.#hearOrLog(event, data);
+    }
+    if (this.model === null) throw new Error('the stream ended before it began');
+  }
+
+  async #ask(headers) {
+    const { signal } = this.stopper;
+    try {
+      return await fetch('kvist/live', { headers, signal });
+    } catch (error) {
+      // Browsers have different words for it.
+      throw signal.aborted ? error : new Error('no answer');
+    }
+  }
+
+  /** An event that cannot be read is a fault of the server or of this page: the console gets all of it. */
+  #hearOrLog(event, data) {
+    try {
+      this.#hear(event, data);
+    } catch (error) {
+      console.error(error);
+      throw new Error(`an event "${event}" cannot be read: ${error.message}`);
     }
   }
 
   #hear(event, data) {
     if (event === 'snapshot') {
-      const snapshot = JSON.parse(data);
-      const model = Model.ofSnapshot(snapshot);
-      const before = this.model;
-      // A server's clock starts at zero with the server.
-      const same = before !== null && model.at >= before.at && snapshot.model === this.about.model;
-      if (same) model.resume(before);
-      else model.history = new History();
-      model.onchange = this.onchange;
-      this.model = model;
-      this.about = snapshot;
-      this.#clock(model.at);
-      if (before !== null && !same) this.begun();
-      this.state('live');
+      this.#start(JSON.parse(data));
     } else if (event === 'lines' && this.model) {
       const lines = data.split('\n').filter(Boolean).map((line) => JSON.parse(line));
       for (const line of order(lines)) this.model.apply(line);
       this.model.prune();
-      this.#clock(this.model.at);
+      this.#setClock(this.model.at);
     } else if (event === 'sessions' && this.model) {
-      this.model.tell(JSON.parse(data).sessions);
+      this.model.tellSessions(JSON.parse(data));
     } else if (event === 'tiers' && this.model) {
       this.model.tellTiers(JSON.parse(data));
     } else if (event === 'below' && this.model) {
@@ -119,7 +100,22 @@ export class Live {
     this.changed();
   }
 
-  #clock(at) {
+  #start(snapshot) {
+    if (snapshot.version !== VERSION) throw new Error(`the stream is of version ${snapshot.version}, and this page reads version ${VERSION}: reload the page`);
+    const model = Model.ofSnapshot(snapshot);
+    const before = this.model;
+    const same = before !== null && snapshot.instance_id === this.about.instance_id;
+    if (same) model.resume(before);
+    else model.history = new History();
+    model.onchange = this.onchange;
+    this.model = model;
+    this.about = snapshot;
+    this.#setClock(model.at);
+    if (before !== null && !same) this.begun();
+    this.state('live');
+  }
+
+  #setClock(at) {
     this.offset = at - performance.now() * 1e6;
   }
 

@@ -6,8 +6,6 @@ import { verified } from './drafts.js';
 
 /** Number of ended requests that a live view keeps. */
 const KEPT_REQUESTS = 600;
-const KEPT_TURNS = 60000;
-const KEPT_EVENTS = 400000;
 
 /** Sorts the lines of whole scheduler steps by time. The end of a step becomes a line of its own. */
 export function order(lines) {
@@ -42,6 +40,9 @@ export function partsOf({ hit, tokens, runs }) {
 /** "96 from ram, 32 from disk", of tokens by tier. Empty if there are none. */
 export const sourcesOf = (tiers, tokens) => (tiers ?? []).map(({ name }, tier) => tokens[tier] > 0 && `${tokens[tier]} from ${name}`).filter(Boolean).join(', ');
 
+/** A block that is copied to a tier before it is evicted becomes free when the copy has ended. */
+export const isEviction = (change, reason) => change === 'evict' || (change === 'free' && reason === 'unpin');
+
 const bump = (counts, key, n = 1) => counts.set(key, (counts.get(key) ?? 0) + n);
 
 export class Model {
@@ -54,28 +55,32 @@ export class Model {
     this.sequences = new Map();
     /** The server's sessions, running or idle: `{ id, parent, tokens, running, tables }`. Null if it reports none. */
     this.sessions = null;
+    /** How many more sessions the server has. */
+    this.moreSessions = 0;
     this.resting = [];
     /** Ids of the requests that have not ended. */
     this.live = new Set();
-    this.policy = null;
     /** The tiers below the cache, the fastest first; null without tiers. See `tiersOf`. */
     this.tiers = null;
     /** Bytes on their way from the tiers and to them, as a server says; null if that is unknown. */
     this.tierBytes = null;
     /** The layer group of whose blocks a server says which tiers have them, too; null if it does not. */
     this.belowGroup = null;
-    /** False for old recordings, which do not record the release of a block that other sequences still use. */
-    this.tellsReleases = true;
     this.turn = null;
     this.misses = new Map();
     this.changes = new Map();
-    this.totals = { steps: 0, prefill: 0, decode: 0, prompt: 0, hit: 0, evicted: 0, preempted: 0, ended: 0, shared: 0 };
+    this.totals = { prompt: 0, hit: 0, evicted: 0, preempted: 0 };
     /** A `History`, if one is to be kept. */
     this.history = null;
     /** Names and sessions of the requests that arrived before this page was opened: see `#request`. */
     this.names = {};
     /** Called with (group, block, change) on every change of a block. */
     this.onchange = null;
+  }
+
+  /** The layer group that figures and charts show: the first one without a window, because it keeps all blocks. */
+  get mainGroup() {
+    return Math.max(0, this.groups.findIndex(({ window }) => window === null));
   }
 
   /** A copy to return to. Shares ended requests and segments, which are replaced and never modified. */
@@ -108,7 +113,6 @@ export class Model {
       const request = model.#request(r.id, r.arrival_ns);
       Object.assign(request, {
         prompt: r.prompt_tokens,
-        maxNew: r.max_new,
         admitted: r.admitted_ns,
         first: r.first_token_ns,
         hit: r.hit_tokens,
@@ -141,7 +145,7 @@ export class Model {
       r.loading?.blocks?.forEach((blocks, g) => {
         const { tables } = model.#sequence(r.seq);
         for (const block of blocks) {
-          model.groups[g].await(block, r.seq, model.#source(r, g, tables[g].length));
+          model.groups[g].adoptArriving(block, r.seq, model.#source(r, g, tables[g].length));
           tables[g].push(block);
         }
       });
@@ -168,7 +172,7 @@ export class Model {
       // The request's name in the log, and its session, if the server reports them.
       const { name = null, session = null } = this.names[id] ?? {};
       request = {
-        id, name, session, arrival, prompt: 0, maxNew: 0, admitted: null, first: null, ended: null, how: null, hit: 0, seq: null,
+        id, name, session, arrival, prompt: 0, admitted: null, first: null, ended: null, how: null, hit: 0, seq: null,
         computed: 0, known: 0, generated: 0, phase: 'queued', segments: [], chunked: false, preemptions: 0, miss: null,
         // Decode steps, the tokens that they gave, and the draft of the last one that had one: see `verified`.
         passes: 0, made: 0, draft: null,
@@ -209,10 +213,10 @@ export class Model {
     if (line.blocks) this.#blocks(line);
     else if (line.done) this.#done(line.at, line.done);
     else if (line.arrive) {
-      const { id, arrival_ns, prompt_tokens, max_new, name = null, session = null } = line.arrive;
-      Object.assign(this.#request(id, arrival_ns), { name, session, prompt: prompt_tokens, known: prompt_tokens, maxNew: max_new });
+      const { id, arrival_ns, prompt_tokens, name = null, session = null } = line.arrive;
+      Object.assign(this.#request(id, arrival_ns), { name, session, prompt: prompt_tokens, known: prompt_tokens });
     } else if (line.elapsed !== undefined) {
-      this.turn = { from: at, to: at + line.elapsed, failed: line.failed === true };
+      this.turn = { to: at + line.elapsed, prefill: 0 };
     } else if (line.admit !== undefined) {
       const request = this.#request(line.admit, at);
       if (request.admitted === null) {
@@ -233,9 +237,8 @@ export class Model {
     } else if (line.chunk !== undefined) {
       const request = this.#request(line.chunk, at);
       Object.assign(request, { computed: line.first + line.tokens, chunked: true, phase: 'prefill' });
-      this.totals.prefill += line.tokens;
       if (this.turn) {
-        this.turn.prefill = (this.turn.prefill ?? 0) + line.tokens;
+        this.turn.prefill += line.tokens;
         request.segments.push(['prefill', at, this.turn.to, line.tokens]);
       }
     } else if (line.preempt !== undefined) {
@@ -259,7 +262,6 @@ export class Model {
       if (line.resized) this.groups.forEach((group, g) => group.resize(this.capacities?.[g]));
     }
     else if (line.format === 'kvist-events') {
-      this.policy = line.config?.policy ?? null;
       this.tiers = tiersOf(line.config?.tiers?.list?.map(({ name }) => name));
     }
   }
@@ -331,7 +333,6 @@ export class Model {
     else if (request.phase === 'queued' || request.phase === 'loading') this.#span(request, request.phase, request.since, at);
     Object.assign(request, { loading: null, phase: 'ended', ended: at, how, generated, known: request.prompt + generated });
     this.#rest(request);
-    this.totals.ended += 1;
     this.history?.end(at, request);
   }
 
@@ -341,14 +342,9 @@ export class Model {
     this.turn = null;
     const drafts = verified(outcome);
     let decode = 0;
-    let running = 0;
-    let waiting = 0;
     for (const id of this.live) {
       const request = this.requests.get(id);
-      if (request.phase === 'queued' || request.phase === 'paused') waiting += 1;
-      if (request.phase !== 'prefill' && request.phase !== 'decode') continue;
-      running += 1;
-      if (outcome.failed) continue;
+      if (outcome.failed || (request.phase !== 'prefill' && request.phase !== 'decode')) continue;
       const last = request.known - request.computed <= 1;
       if (request.chunked ? request.computed < request.known : !last) {
         request.chunked = false;
@@ -373,9 +369,7 @@ export class Model {
         this.history?.firstToken(at, at - request.arrival);
       }
     }
-    this.totals.steps += outcome.steps ?? 1;
-    this.totals.decode += decode;
-    this.history?.turn(outcome.at, at, turn?.prefill ?? 0, decode, running, waiting, this.groups[0]);
+    this.history?.turn(outcome.at, at, turn?.prefill ?? 0, decode, this.groups[this.mainGroup]);
   }
 
   #blocks({ at, blocks }) {
@@ -384,7 +378,7 @@ export class Model {
       if (!group) continue;
       bump(this.changes, `${change}/${reason}`);
       this.history?.block(at, g, change, block, seq, reason, from);
-      this.onchange?.(g, block, change);
+      this.onchange?.(g, block, isEviction(change, reason) ? 'evict' : change);
       const sequence = seq === null ? null : this.#sequence(seq);
       const table = sequence?.tables[g];
       switch (change) {
@@ -398,7 +392,6 @@ export class Model {
         case 'hit':
           group.hold(block, seq, at);
           table.push(block);
-          this.totals.shared += 1;
           break;
         case 'share':
           if (reason !== 'duplicate') {
@@ -421,6 +414,7 @@ export class Model {
         case 'idle':
         case 'release': {
           group.release(block, seq, { free: FREE, idle: IDLE, release: HELD }[change], at);
+          if (isEviction(change, reason)) this.#evicted(g, block);
           if (!table) break;
           const i = table.lastIndexOf(block);
           if (i < 0) break;
@@ -434,14 +428,18 @@ export class Model {
           this.#rename(g, from, block);
           break;
         case 'evict':
-          this.totals.evicted += 1;
           group.release(block, null, FREE, at);
-          group.stored[block] = 0;
-          this.#lose(g, block);
+          this.#evicted(g, block);
           break;
       }
     }
     this.#forget();
+  }
+
+  #evicted(g, block) {
+    this.totals.evicted += 1;
+    this.groups[g].stored[block] = 0;
+    this.#lose(g, block);
   }
 
   /** Block `from` is called `to` now, wherever it is named. */
@@ -456,8 +454,9 @@ export class Model {
   }
 
   /** Replaces the list of sessions with the server's. */
-  tell(sessions) {
+  tellSessions({ sessions, more }) {
     this.sessions = sessions;
+    this.moreSessions = more;
     // Lets `#lose` find quickly whether an evicted block belongs to a session.
     this.resting = this.groups.map((_, g) => new Set(sessions.flatMap(({ tables }) => tables[g] ?? [])));
   }
@@ -489,13 +488,8 @@ export class Model {
     for (const [seq, sequence] of this.sequences) {
       const request = sequence.request === null ? null : this.requests.get(sequence.request);
       const over = sequence.request !== null && (!request || request.phase === 'ended' || request.seq !== seq);
-      if (over && !this.tellsReleases) {
-        sequence.tables.forEach((table, g) => {
-          for (const block of table) if (block !== null) this.groups[g].release(block, seq, HELD, this.at);
-        });
-      }
       const empty = sequence.tables.every((table) => table.every((block) => block === null));
-      if (empty ? over || sequence.request === null : over && !this.tellsReleases) this.sequences.delete(seq);
+      if (empty && (over || sequence.request === null)) this.sequences.delete(seq);
     }
   }
 
@@ -521,41 +515,5 @@ export class Model {
       ? Math.max(0, Math.ceil(request.computed / this.groups[g].blockTokens) - table.length)
       : 0;
     return (i + behind) * this.groups[g].blockTokens;
-  }
-}
-
-/** All events over time, for the charts and the histories of blocks. */
-export class History {
-  constructor() {
-    this.turns = [];
-    this.firsts = [];
-    this.admits = [];
-    this.ends = [];
-    this.events = [];
-  }
-  turn(from, to, prefill, decode, running, waiting, group) {
-    this.turns.push({ from, to, prefill, decode, running, waiting, held: group.held, idle: group.idle });
-  }
-  firstToken(at, ttft) {
-    this.firsts.push([at, ttft]);
-  }
-  admit(at, prompt, hit) {
-    this.admits.push([at, prompt, hit]);
-  }
-  end(at, { first, generated }) {
-    if (first !== null && generated > 1) this.ends.push([at, (at - first) / (generated - 1)]);
-  }
-  block(at, ...event) {
-    this.events.push([at, ...event]);
-  }
-  /** All events of one block. */
-  life(g, block) {
-    return this.events.filter((event) => event[1] === g && event[3] === block);
-  }
-  prune() {
-    const cut = (list, most) => list.length > most * 1.25 && list.splice(0, list.length - most);
-    cut(this.turns, KEPT_TURNS);
-    cut(this.events, KEPT_EVENTS);
-    for (const list of [this.firsts, this.admits, this.ends]) cut(list, KEPT_TURNS);
   }
 }

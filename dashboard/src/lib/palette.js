@@ -41,6 +41,8 @@ export function palette(dark) {
   /** Outline of empty cells, with the contrast that WCAG requires of graphics, 3:1. */
   const line = dark ? oklch(0.54, 0.012, 160) : oklch(0.64, 0.01, 130);
   const ink = dark ? oklch(0.93, 0.008, 120) : oklch(0.27, 0.015, 160);
+  /** Text beside what matters more, as `--quiet` in app.css. */
+  const quiet = dark ? oklch(0.7, 0.012, 150) : oklch(0.49, 0.012, 150);
   const sequences = new Map();
   const sequence = (seq) => {
     // The owner of a block that is older than the page is unknown.
@@ -66,6 +68,7 @@ export function palette(dark) {
     free,
     line,
     ink,
+    quiet,
     sequence,
     /** Colour of a cached block that no sequence uses. */
     idle: (colour) => mix(colour, free, dark ? 0.62 : 0.66),

@@ -1,5 +1,6 @@
 // A recording: parsed, reduced once from end to end, and then shown at any moment.
-import { History, Model, order } from './model.js';
+import { History } from './history.js';
+import { Model, order } from './model.js';
 
 /** Number of states that are kept to seek from. */
 const KEYFRAMES = 40;
@@ -44,16 +45,15 @@ export class Recording {
       throw new BadRecording(`${name} does not begin with {"format":"kvist-recording",…}: record one with kvist simulate --record FILE`);
     }
     if (header.version !== 1) throw new BadRecording(`${name} is of version ${header.version}; this page reads version 1`);
+    if (!header.groups) throw new BadRecording(`${name} does not tell the layer groups of its cache: record it anew`);
     this.lines = order(lines);
-    this.groups = header.groups ?? guess(lines);
-    this.tellsReleases = header.groups !== undefined;
     const timed = this.lines.filter((line) => line.at !== undefined);
     if (timed.length === 0) throw new BadRecording(`${name} is empty: nothing arrived`);
     this.begin = timed[0].at;
     this.end = timed.at(-1).at;
 
     /** The model at the end of the run, for charts, timeline and the histories of blocks. */
-    this.whole = this.#fresh();
+    this.whole = new Model(header.groups);
     this.whole.history = new History();
     this.keyframes = [];
     const every = Math.max(200, Math.ceil(this.lines.length / KEYFRAMES));
@@ -62,12 +62,6 @@ export class Recording {
       this.whole.apply(line);
     });
     this.seek(this.begin);
-  }
-
-  #fresh() {
-    const model = new Model(this.groups);
-    model.tellsReleases = this.tellsReleases;
-    return model;
   }
 
   /** Moves to the moment `at`. Moving forward applies the lines in between and calls `onchange`; jumps do not call it. */
@@ -99,12 +93,4 @@ export class Recording {
     if (direction > 0) return this.lines.find((line) => line.at > at)?.at ?? this.end;
     return this.lines.findLast((line) => line.at !== undefined && line.at < at)?.at ?? this.begin;
   }
-}
-
-/** Guesses the layer groups of a recording whose header does not list them. */
-function guess(lines) {
-  let groups = 1;
-  for (const { blocks } of lines) for (const [g] of blocks ?? []) groups = Math.max(groups, g + 1);
-  const ids = lines.find((line) => line.arrive?.prompt?.ids)?.arrive.prompt.ids.tokens_per_id;
-  return Array.from({ length: groups }, () => ({ block_tokens: ids ?? 16, blocks: null, window: null }));
 }

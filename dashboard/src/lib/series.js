@@ -1,6 +1,28 @@
-// Data of the charts: values over time, in buckets.
+// Data of the charts: values over time, in buckets. And the rate of the figures.
+import { countUntil } from './history.js';
 
-/** `{ x, ttft, tpot, prefill, decode, hit, held, idle, waiting, running }`, x in seconds, null where there is no value. */
+/** The share of a step that lies between `from` and `to`: its tokens are spread evenly over its duration. */
+function shareOf(turn, from, to) {
+  if (turn.to <= turn.from) return turn.to > from && turn.to <= to ? 1 : 0;
+  return Math.max(0, Math.min(turn.to, to) - Math.max(turn.from, from)) / (turn.to - turn.from);
+}
+
+/** Decoded tokens per second around `at`, over one second. `turns` are in order. */
+export function decodeRate(turns, at) {
+  const ended = countUntil(turns, at, (turn) => turn.to);
+  // In a recording, the step that runs at this moment is known.
+  const running = turns[ended]?.from <= at ? turns[ended] : null;
+  const last = turns[ended - 1];
+  if (!running && !last) return 0;
+  // A live server tells of a step when it has ended. As long as the next one may still run, the last one counts as now.
+  const patience = last ? Math.max(200e6, 1.5 * (last.to - last.from)) : 0;
+  const to = running || at - last.to > patience ? at : last.to;
+  let tokens = running ? running.decode * shareOf(running, to - 1e9, to) : 0;
+  for (let i = ended - 1; i >= 0 && turns[i].to > to - 1e9; i--) tokens += turns[i].decode * shareOf(turns[i], to - 1e9, to);
+  return tokens;
+}
+
+/** `{ x, ttft, tpot, prefill, decode, hit, held, idle }`, x in seconds, null where there is no value. */
 export function series(history, [from, to], buckets = 160) {
   const width = (to - from) / buckets;
   const empty = () => new Array(buckets).fill(null);
@@ -20,21 +42,18 @@ export function series(history, [from, to], buckets = 160) {
   };
 
   const [prefill, decode] = [sums(), sums()];
-  const [held, idle, waiting, running] = [empty(), empty(), empty(), empty()];
+  const [held, idle] = [empty(), empty()];
   let last = -1;
   for (const turn of history.turns) {
     if (!inside(turn.to)) continue;
-    // Spread a step's tokens evenly over its duration.
     const [a, b] = [of(turn.from), of(turn.to)];
     for (let i = a; i <= b; i++) {
-      const share = a === b ? 1 : (Math.min(turn.to, from + (i + 1) * width) - Math.max(turn.from, from + i * width)) / (turn.to - turn.from);
+      const share = a === b ? 1 : shareOf(turn, from + i * width, from + (i + 1) * width);
       prefill[i] += turn.prefill * share;
       decode[i] += turn.decode * share;
     }
     held[b] = turn.held;
     idle[b] = turn.idle;
-    waiting[b] = turn.waiting;
-    running[b] = turn.running;
     last = Math.max(last, b);
   }
   const steps = (values) => {
@@ -66,7 +85,5 @@ export function series(history, [from, to], buckets = 160) {
     hit: steps(hit),
     held: steps(held),
     idle: steps(idle),
-    waiting: steps(waiting),
-    running: steps(running),
   };
 }

@@ -5,6 +5,10 @@
 // session: a fork shares its blocks, a rollback releases them. Otherwise every request sends the whole branch, and branches
 // share blocks through the prefix index.
 import * as api from './api.js';
+import { Slots } from './slots.js';
+
+/** Browsers open six connections to a server over HTTP/1.1. The live stream takes one of them. */
+const MOST_ANSWERS = 5;
 
 let next = 1;
 
@@ -14,6 +18,8 @@ export class Branch {
    *  answer was cut off and can be continued. */
   messages = $state([]);
   busy = $state(false);
+  /** Its answer waits until another one has ended. */
+  waits = $state(false);
   error = $state('');
   draft = $state('');
   id = $state(null);
@@ -24,6 +30,12 @@ export class Branch {
     this.messages = messages;
     this.id = id;
   }
+}
+
+/** Removes an answer that never started. */
+function dropEmptyAnswer(branch) {
+  const last = branch.messages.at(-1);
+  if (last?.role === 'assistant' && !last.content) branch.messages.pop();
 }
 
 const piece = (role, content, more = {}) => ({ role, content, usage: null, ends: null, open: false, ...more });
@@ -40,6 +52,7 @@ export class Talk {
   pace = $state(null);
   /** The error because of which `chats` is null. */
   #untold = '';
+  #answers = new Slots(MOST_ANSWERS);
 
   constructor() {
     this.branches = [new Branch(`Branch ${next++}`)];
@@ -131,9 +144,10 @@ export class Talk {
     return true;
   }
 
+  /** Sends `text` as a message, or appends it to the text. Returns false if nothing was sent. */
   async send(branch, text) {
-    if (branch.busy || !text.trim() || !(await this.#ready(branch))) return;
-    branch.draft = '';
+    if (branch.busy || !text.trim() || !(await this.#ready(branch))) return false;
+    if (branch.draft === text) branch.draft = '';
     // After a reply, an answer cannot be continued.
     if (branch.messages.length > 0) branch.messages.at(-1).open = false;
     // In a text, put a space before a new word.
@@ -141,6 +155,15 @@ export class Talk {
     if (!this.chats && last && !/\s$/.test(last) && /^\w/.test(text)) text = ` ${text}`;
     branch.messages.push(piece('user', text));
     await this.#goOn(branch, branch.messages.slice(-1));
+    return true;
+  }
+
+  /** Sends `text` to all branches. One that cannot send now keeps it as a draft. */
+  async sendAll(text) {
+    const send = async (branch) => {
+      if (!(await this.send(branch, text))) branch.draft = branch.draft.trim() ? `${branch.draft}\n${text}` : text;
+    };
+    await Promise.all(this.branches.map(send));
   }
 
   /** Generates an answer to the last message, or continues an answer that was cut off, or the text. */
@@ -159,23 +182,47 @@ export class Talk {
     branch.busy = true;
     branch.stopper = new AbortController();
     const said = more.map(({ content }) => content).join('');
-    let given = false;
+    const progress = { entered: false, given: false };
     try {
-      const id = await this.#session(branch, more);
-      given = true;
-      await this.#answer(branch, id);
+      branch.waits = !this.#answers.free;
+      await this.#answers.enter(branch.stopper.signal);
+      progress.entered = true;
+      branch.waits = false;
+      await this.#attempt(branch, more, progress);
     } catch (error) {
       if (error.name !== 'AbortError') branch.error = error.message;
       // Return an unsent message to the input field, and remove an answer that never started.
-      const unsent = branch.id !== null && !given;
+      const unsent = (branch.id !== null || !progress.entered) && !progress.given;
       if (unsent) branch.draft ||= said;
       const synced = await this.#resync(branch).catch(() => false); // the error is already shown
-      const last = branch.messages.at(-1);
-      if (!synced && ((unsent && said) || (last.role === 'assistant' && !last.content))) branch.messages.pop();
+      if (synced) return;
+      if (unsent && said) branch.messages.pop();
+      else dropEmptyAnswer(branch);
     } finally {
+      if (progress.entered) this.#answers.leave();
       branch.busy = false;
+      branch.waits = false;
       branch.stopper = null;
     }
+  }
+
+  /** Gives the pieces `more` to the session and generates. If the server has dropped the session, a new one gets all pieces. */
+  async #attempt(branch, more, progress) {
+    const known = branch.id !== null;
+    try {
+      await this.#exchange(branch, more, progress);
+    } catch (error) {
+      if (!known || error.status !== 404) throw error;
+      branch.id = null;
+      progress.given = false;
+      dropEmptyAnswer(branch);
+      await this.#exchange(branch, more, progress);
+    }
+  }
+  async #exchange(branch, more, progress) {
+    const id = await this.#session(branch, more);
+    progress.given = true;
+    await this.#answer(branch, id);
   }
 
   async #answer(branch, id) {
@@ -210,16 +257,24 @@ export class Talk {
     return this.chats ? { message: i + 1 } : branch.messages[i].ends;
   }
 
+  /** Changes the session of a branch. Returns the server's answer; null if there is no session, or the server has dropped it. */
+  async #change(branch, verb, body) {
+    if (branch.id === null) return null;
+    try {
+      return await api.post(`v1/sessions/${branch.id}/${verb}`, body);
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      return (branch.id = null);
+    }
+  }
+
   /** Adds `n` branches that start with the pieces up to and including `i`. */
   async fork(branch, i, n = 1) {
     branch.error = '';
     const copy = () => branch.messages.slice(0, i + 1).map((message) => ({ ...message }));
     try {
-      let ids = new Array(n).fill(null);
-      if (branch.id !== null) {
-        const made = await api.post(`v1/sessions/${branch.id}/fork`, { n, at: this.#place(branch, i) });
-        ids = made.sessions.map((session) => session.id);
-      }
+      const made = await this.#change(branch, 'fork', { n, at: this.#place(branch, i) });
+      const ids = made ? made.sessions.map((session) => session.id) : new Array(n).fill(null);
       const place = this.branches.indexOf(branch) + 1;
       this.branches.splice(place, 0, ...ids.map((id) => new Branch(`Branch ${next++}`, copy(), id)));
     } catch (error) {
@@ -231,9 +286,7 @@ export class Talk {
   async rollback(branch, i) {
     branch.error = '';
     try {
-      if (branch.id !== null) {
-        await api.post(`v1/sessions/${branch.id}/rollback`, { to: this.#place(branch, i) });
-      }
+      await this.#change(branch, 'rollback', { to: this.#place(branch, i) });
       branch.messages.length = i + 1;
     } catch (error) {
       branch.error = error.message;
@@ -252,6 +305,18 @@ export class Talk {
     for (const branch of this.branches) this.stop(branch);
     this.leave();
     for (const branch of this.branches) branch.id = null;
+  }
+
+  /** Another server answers, or the same one after a restart: it has other sessions, and perhaps another model, which the
+   *  playground asks for. Branches that are busy find out by themselves. */
+  restarted() {
+    for (const branch of this.branches) {
+      if (branch.busy || branch.id === null) continue;
+      api.remove(`v1/sessions/${branch.id}`).catch(() => {}); // it is gone, or expires
+      branch.id = null;
+    }
+    this.sessions = null;
+    this.chats = null;
   }
 
   /** Deletes the sessions when the page is closed, because they could not be found again. */

@@ -1,10 +1,11 @@
+import { CLOCK } from './clock.js';
+
 /** Calls `run` at most once every `every` ms. Calls that come too early are merged into one at the end of that time. */
 export class Throttle {
   #last = -Infinity;
   #timer = null;
 
-  /** `clock` has `now`, `setTimeout` and `clearTimeout`; tests pass their own. */
-  constructor(every, run, clock = { now: () => performance.now(), setTimeout: (...a) => setTimeout(...a), clearTimeout: (id) => clearTimeout(id) }) {
+  constructor(every, run, clock = CLOCK) {
     Object.assign(this, { every, run, clock });
   }
 

@@ -1,4 +1,4 @@
-// The guided tour: six things that a cache does. Each step finds a suitable moment in the loaded recording; on a live cache
+// The guided tour: seven things that a cache does. Each step finds a suitable moment in the loaded recording; on a live cache
 // it explains the current state.
 
 const first = (recording, test, behind = 0) => {
@@ -15,8 +15,8 @@ function mostShared(recording) {
     model.apply(line);
     if (!line.blocks?.some((event) => event[1] === 'hit')) continue;
     let named = 0;
-    for (const sequence of model.sequences.values()) named += sequence.tables[0].length;
-    const saved = named - model.groups[0].held;
+    for (const sequence of model.sequences.values()) named += sequence.tables[model.mainGroup].filter((block) => block !== null).length;
+    const saved = named - model.groups[model.mainGroup].held;
     if (saved > best[0]) best = [saved, line.at];
   }
   return best[1];
