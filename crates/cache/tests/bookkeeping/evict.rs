@@ -219,8 +219,7 @@ fn a_half_life_is_a_decay_per_step() {
         (200, 0, 10_000.0), // 1 ÷ (1 − 0.9)
     ] {
         let outranked_by = |n_uses: u32| {
-            let mut parameters = Parameters::default();
-            parameters.half_life = Some(std::time::Duration::from_secs_f64(steps));
+            let parameters = Parameters { half_life: Some(std::time::Duration::from_secs_f64(steps)) };
             let mut policy = evict::build("lfu_decay", &parameters).unwrap();
             let mut tick = 0;
             let mut use_at = |entry: u32, is_first: bool, now_ns: u64| {

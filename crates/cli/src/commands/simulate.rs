@@ -283,7 +283,8 @@ impl What {
         for (given, other) in [(self.fleet.is_on(), "--workers"), (!self.tiers.tiers.is_empty(), "--tier")] {
             if given && has_windows {
                 return Err(wrong_usage(format!(
-                    "{other} cannot be used with layers that see a window only, which {flag} gives: simulate one worker                      without tiers, or a model whose layers see every token"
+                    "{other} cannot be used with layers that see a window only, which {flag} gives: simulate one worker \
+                     without tiers, or a model whose layers see every token"
                 )));
             }
         }
