@@ -49,10 +49,12 @@ def sessions():
 def drafts():
     model = kvist.Model(threads=1)
     kept = model.session(context=128, speculate="suffix")
+    small = kvist.Model(threads=1)  # weights that are loaded again and again beside others leave parts of pages in their slab
+    drafters = [{"speculate": mode} for mode in ("suffix", "ngram", "auto")] + [{"speculate": "draft", "draft_model": small}]
 
     def work(i):
         if i % 10 == 0:
-            session = model.session(context=128, speculate=("suffix", "ngram", "auto", "draft", "eagle")[i // 10 % 5], draft_tokens=4)
+            session = model.session(context=128, draft_tokens=4, **drafters[i // 10 % 4])
             next(session.generate([5, 6, 7, 5, 6, 7], max_tokens=3, ignore_eos=True), None)  # and left
             del session
         fork = kept.fork()

@@ -255,7 +255,7 @@ static void refusals(void) {
     kvist_model *small;
     OK(kvist_model_open(NULL, &memory, &small));
     for (int i = 0; i < 3; i++) {
-        kvist_session_options large = {.context_tokens = 4096, .drafts.speculate = i % 2 ? "eagle" : "draft"};
+        kvist_session_options large = {.context_tokens = 2560, .drafts.speculate = i % 2 ? "eagle" : "draft"};
         EXPECT(kvist_session_new(small, &large, &session), KVIST_OUT_OF_MEMORY, "the draft model and its cache need");
         large.drafts.speculate = "suffix";
         large.drafts.draft_tokens = 4;

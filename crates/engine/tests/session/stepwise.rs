@@ -73,7 +73,8 @@ fn steps_say_what_generate_says() {
 /// With drafts: the same tokens and text, at the end of every kind of cache, in fewer passes, and where a text goes on.
 #[test]
 fn drafted_steps_say_what_plain_steps_say() {
-    let prompt = tokens(&"A reference is a value that points to data. ".repeat(4));
+    let prompt = tokens(&"| a | b |\n".repeat(8)); // the model repeats itself behind it
+    let mut accepted = 0;
     let text = whole(&exact("cells", 256, 64), &prompt, 3, &limits(40, &[])).text;
     let stop = &text[text.char_indices().nth(30).unwrap().0..];
     let stop = &stop[..stop.char_indices().nth(3).unwrap().0];
@@ -120,12 +121,11 @@ fn drafted_steps_say_what_plain_steps_say() {
                 assert_eq!(more.tokens(), plain_more.tokens());
                 let wrong = Stepwise::after(&mut drafted, A, &known, vec![1], greedy(), &limits, &[]);
                 assert!(matches!(wrong.err(), Some(Error::Usage(why)) if why.contains("before the prompt")));
-                if max_tokens > 1 && kind != "ring" {
-                    assert!(speculator.counts().accepted > 0, "{kind}: {:?}", speculator.counts());
-                }
+                accepted += speculator.counts().accepted;
             }
         }
     }
+    assert!(accepted > 100, "{accepted}");
     let mut config = exact("cells", 64, 64);
     options.prepare(&mut config).unwrap();
     let mut speculator = options.speculator(None, model(), &config, 1).unwrap();
