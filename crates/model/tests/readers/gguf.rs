@@ -322,6 +322,7 @@ const MODELS: &[Row] = &[
         |f| f.set("general.architecture", words("mamba")),
         &["mamba", "gemma3, gpt-oss, llama, mistral, phi3, qwen2"],
     ),
+    ("learned positions", |f| f.set("general.architecture", words("gpt2")), &["gpt2", "gemma3, gpt-oss"]),
     ("no layers given", |f| f.drop_key("llama.block_count"), &["llama.block_count", "missing"]),
     ("no layers", |f| f.set("llama.block_count", uint(0)), &["num_hidden_layers", "0"]),
     ("layers without end", |f| f.set("llama.block_count", uint(u32::MAX)), &["block_count", "4294967295"]),

@@ -263,6 +263,12 @@ const CONFIGS: &[Row] = &[
         |f| f.set("architectures", json!(["MambaForCausalLM"])),
         &["MambaForCausalLM", "Gemma3ForCausalLM, GemmaForCausalLM, GptOssForCausalLM, LlamaForCausalLM"],
     ),
+    // Learned absolute positions: behind the window of a ring they would be others.
+    (
+        "learned positions",
+        |f| f.set("architectures", json!(["GPT2LMHeadModel"])),
+        &["unknown architecture", "GPT2LMHeadModel"],
+    ),
     ("architectures of text", |f| f.set("architectures", json!("Llama")), &["architectures", "a list"]),
     ("no layers given", |f| f.set("num_hidden_layers", json!(null)), &["num_hidden_layers", "missing"]),
     ("no hidden size", |f| f.set("hidden_size", json!(null)), &["hidden_size", "missing"]),
