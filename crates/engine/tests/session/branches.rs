@@ -230,7 +230,7 @@ fn undo_works_where_nothing_can_fork() {
     for (kind, reuses) in [("contiguous", true), ("ring", false)] {
         let mut chat = Chat::new(session(model(), &exact(kind, 512, 64)), None);
         let error = chat.fork(None).unwrap_err();
-        assert!(matches!(&error, Error::Usage(text) if text.contains("cells or tree")), "{error}");
+        assert!(matches!(&error, Error::Usage(text) if text.contains("cells, tree or paged")), "{error}");
         say(&mut chat, "A trait defines");
         say(&mut chat, " and an enum");
         assert!(chat.undo());
