@@ -30,8 +30,16 @@ pub(crate) fn named(error: Error) -> Failure {
 }
 
 fn fields(text: &str) -> String {
-    let text = text.replace("--draft-", "draft_").replace("--context", "context_tokens");
-    text.replace("more memory with --memory", "more memory_bytes").replace("--", "")
+    // Only these: a path may have two hyphens, too.
+    const NAMES: [(&str, &str); 6] = [
+        ("more memory with --memory", "more memory_bytes"),
+        ("--draft-", "draft_"),
+        ("--context", "context_tokens"),
+        ("--speculate", "speculate"),
+        ("--kind", "kind"),
+        ("--keep", "keep"),
+    ];
+    NAMES.iter().fold(text.into(), |text: String, (flag, field)| text.replace(flag, field))
 }
 
 impl Drafts {

@@ -152,13 +152,14 @@ impl ChatFormat {
         Ok(rendered.map_err(PromptError::Template)?)
     }
 
-    /// Decode an answer the way it is parsed: with the channel markers as text.
+    /// Decode an answer the way it is parsed: with the marks of channels, or of reasoning, as text.
     pub fn decode_answer(&self, tokens: &[u32]) -> Result<String, PromptError> {
         let tokenizer = self.tokenizer()?;
-        if !self.channels {
+        let written = if self.channels { &self.marks[..] } else { self.model.thinking().unwrap_or_default() };
+        if written.is_empty() {
             return Ok(tokenizer.decode(tokens)?);
         }
-        let mut stream = tokenizer.stream_with(&self.marks);
+        let mut stream = tokenizer.stream_with(written);
         let mut text = String::new();
         for token in tokens {
             text += &stream.push(*token)?;

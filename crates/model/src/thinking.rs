@@ -15,7 +15,7 @@ pub fn marks(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<Vec<u32>>
     writes.then(|| [OPEN, CLOSE].iter().filter_map(|mark| tokenizer.token(mark)).collect())
 }
 
-/// Splits an answer that arrives in pieces into reasoning and content. Whitespace around both is dropped.
+/// Splits an answer that arrives in pieces into reasoning and content. Whitespace around the reasoning, and before the content, is dropped.
 ///
 /// The result does not depend on how the text is cut. Text is returned as soon as no mark can begin in it.
 #[derive(Clone, Debug)]
@@ -53,7 +53,7 @@ impl ThinkParser {
     pub fn after(tokenizer: &Tokenizer, marks: &[u32], prompt: &[u32]) -> Self {
         let mut stream = tokenizer.stream_with(marks);
         let tail = &prompt[prompt.len().saturating_sub(TAIL)..];
-        // Tokens without a text are no mark.
+        // A token that cannot be decoded is not a mark.
         let text: String = tail.iter().filter_map(|token| stream.push(*token).ok()).collect();
         Self::new(text.trim_end().ends_with(OPEN))
     }

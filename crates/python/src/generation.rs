@@ -76,12 +76,13 @@ impl Generation {
             branch.tokens.extend_from_slice(&tokens[inner.told..]);
             inner.told = tokens.len();
         }
-        inner.take_text();
+        let is_over = inner.stepwise.finish().is_some() || self.closed.load(SeqCst);
+        inner.take_text(is_over);
         let piece = inner.text[inner.shown..].to_owned();
         inner.shown = inner.text.len();
         Ok(match piece.is_empty() {
             false => Pass::Piece(piece),
-            true if inner.stepwise.finish().is_some() || self.closed.load(SeqCst) => Pass::End,
+            true if is_over => Pass::End,
             true => Pass::Silent,
         })
     }
@@ -103,7 +104,7 @@ impl Generation {
 
 impl Inner {
     /// Takes over what has become final of the engine's text.
-    fn take_text(&mut self) {
+    fn take_text(&mut self, is_over: bool) {
         let new = &self.stepwise.text()[self.seen..];
         self.seen += new.len();
         let Some(splitter) = &mut self.splitter else {
@@ -112,7 +113,7 @@ impl Inner {
         };
         let mut deltas = Vec::new();
         splitter.push(new, &mut deltas);
-        if self.stepwise.finish().is_some() {
+        if is_over {
             splitter.finish(&mut deltas);
             self.splitter = None; // the text is complete
         }

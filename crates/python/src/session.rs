@@ -74,7 +74,7 @@ pub struct Branch {
     pub seq: SeqId,
     /// The whole text. The cache holds the first of these tokens, the others are computed in the next pass.
     pub tokens: Vec<u32>,
-    /// Where the last answer begins in them, or their number: drafters learn from answers that are removed.
+    /// Index of the last answer's first token, or the number of tokens if there is no answer: drafters learn from answers that are removed.
     pub answer: usize,
     /// Tokens of draft nodes behind the text, by the number of the node. They are no part of it until they are accepted.
     pub nodes: Vec<u32>,
@@ -110,7 +110,7 @@ impl Branch {
         if let Some(speculator) = core.speculator.as_mut().filter(|_| same < self.tokens.len()) {
             speculator.removed(u64::from(self.seq.0), "", &self.tokens, same.max(self.answer));
         }
-        self.answer = tokens.len(); // what was removed is told once
+        self.answer = tokens.len(); // report removed tokens only once
         self.tokens = tokens;
         self.version += 1;
         Ok(())

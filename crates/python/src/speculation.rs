@@ -38,7 +38,7 @@ pub struct Drafts {
     draft: Option<DraftModel>,
 }
 
-/// What the names of the arguments of drafts are beside `speculate`.
+/// The arguments of drafts, besides `speculate`.
 const OTHERS: [&str; 4] = ["draft_model", "draft_tokens", "draft_depth", "draft_width"];
 
 impl Drafts {

@@ -168,7 +168,7 @@ def test_refusals(model, tmp_path):
     other = MODELS / "tests" / "fixtures" / "parity" / "llama-gqa"
     for make in makers:
         for options, words in [
-            ({"speculate": "lookup"}, "`speculate`: `lookup` is no drafter: use auto, ngram, suffix, draft, eagle, or off"),
+            ({"speculate": "lookup"}, "`speculate`: `lookup` is not a drafter: use auto, ngram, suffix, draft, eagle, or off"),
             ({"draft_tokens": 4}, "`draft_tokens`: nothing is drafted: give `speculate` too"),
             ({"speculate": "off", "draft_model": model}, "`draft_model`: nothing is drafted"),
             ({"speculate": "suffix", "draft_model": model}, "`draft_model`: suffix uses none"),

@@ -1,7 +1,7 @@
 //! Live view of the engine: an event stream for dashboards, and a recording file.
 //!
 //! A listener first receives a [`Snapshot`], and then the lines of a recording, in batches of whole steps, at most ten
-//! a second, besides one whenever another listener joins. It joins between two steps, so the lines continue the snapshot
+//! a second, plus one whenever another listener joins. It joins between two steps, so the lines continue the snapshot
 //! exactly. The lines contain no tokens of prompts or answers, and no salts. A file receives everything, prompts included,
 //! from before the first event, so it can be replayed.
 //!

@@ -256,17 +256,28 @@ impl RemoteFrames {
     }
 }
 
-/// Repeats what a client gave up, as that of Redis does after half a second: the limit of the whole operation counts, and its caller ends it
-/// then.
+/// Repeats what a client gave up, as that of Redis does after half a second, with growing pauses. The caller ends it after the limit of the
+/// whole operation. This is for servers and machines that are late for a moment: each attempt begins anew, so a block that needs longer
+/// than half a second on its way is never read.
 async fn in_time<T, F: Future<Output = opendal::Result<T>>>(
     mut act: impl FnMut() -> F,
 ) -> opendal::Result<T> {
+    let mut pause = Duration::from_millis(50);
     loop {
         match act().await {
-            Err(error) if describe(&error).ends_with("timed out") => tokio::task::yield_now().await,
+            Err(error) if is_late(&error) => {
+                tokio::time::sleep(pause).await;
+                pause *= 2;
+            }
             done => return done,
         }
     }
+}
+
+/// Whether the client has given up. Its error has the text of [`ErrorKind::TimedOut`](std::io::ErrorKind::TimedOut); that of a system has
+/// a number after it.
+fn is_late(error: &opendal::Error) -> bool {
+    describe(error).ends_with(&std::io::Error::from(std::io::ErrorKind::TimedOut).to_string())
 }
 
 /// In 256 folders: some file systems are slow with many files in one.

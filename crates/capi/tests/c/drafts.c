@@ -231,7 +231,7 @@ static void refuse(kvist_draft_options drafts, uint32_t context, const char *kee
 static void refusals(void) {
     const kvist_status wrong = KVIST_INVALID_ARGUMENT;
 #define REFUSE(status, text, context, keep, ...) refuse((kvist_draft_options){__VA_ARGS__}, context, keep, status, text)
-    REFUSE(wrong, "speculate: `lookup` is no drafter: use auto, ngram, suffix, draft, eagle, or off", 0, NULL, .speculate = "lookup");
+    REFUSE(wrong, "speculate: `lookup` is not a drafter: use auto, ngram, suffix, draft, eagle, or off", 0, NULL, .speculate = "lookup");
     REFUSE(wrong, "speculate is not UTF-8", 0, NULL, .speculate = "\xff");
     REFUSE(wrong, "draft_tokens: nothing is drafted: give speculate too", 0, NULL, .draft_tokens = 4);
     REFUSE(wrong, "draft_head: nothing is drafted", 0, NULL, .speculate = "off", .draft_head = head);

@@ -101,7 +101,7 @@ impl SessionGeneration {
             let calls = parsed.calls.iter().enumerate();
             let calls: Vec<Value> = calls.map(|(n, call)| call.to_json(&self.request, 0, n)).collect();
             let in_channels = format.format == Some(ToolFormat::Harmony);
-            let is_text = calls.is_empty() && parsed.reasoning.is_empty() && !in_channels;
+            let is_text = calls.is_empty() && parsed.content == raw && !in_channels;
             (!is_text).then(|| parsed.to_message(calls))
         });
         self.guard.end(Instant::now(), |history| {

@@ -54,7 +54,7 @@ impl FromStr for DraftMode {
         let found = DraftMode::ALL.into_iter().find(|mode| mode.name() == name);
         found.ok_or_else(|| {
             let names = DraftMode::ALL.map(DraftMode::name).join(", ");
-            format!("`{name}` is no drafter: use {names}, or off")
+            format!("`{name}` is not a drafter: use {names}, or off")
         })
     }
 }
@@ -295,7 +295,7 @@ mod tests {
             assert_eq!(mode.name().parse(), Ok(mode));
         }
         let refused = "lookup".parse::<DraftMode>().unwrap_err();
-        assert_eq!(refused, "`lookup` is no drafter: use auto, ngram, suffix, draft, eagle, or off");
+        assert_eq!(refused, "`lookup` is not a drafter: use auto, ngram, suffix, draft, eagle, or off");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Figures that others count: the engine, its tiers and drafts, the cache, events, connections.
+//! Figures counted elsewhere: the engine, its tiers and drafts, the cache, events, connections.
 use crate::connections::Connections;
 use kvist_engine::serving::{EngineStats, TierStats};
 use kvist_engine::speculate::Counts;

@@ -115,5 +115,12 @@ fn a_session_keeps_reasoning_apart() {
         let text = server.get(&path(&id, "")).good()["text"].as_str().unwrap().to_string();
         assert!(text.contains("Because.") && !text.contains("Easy"), "{text}");
     }
+    // Nothing was thought: the block is no content either.
+    let question = json!({"messages": [{"role": "user", "content": "Why?"}]});
+    let id = server.post("/v1/sessions", &question).good()["id"].as_str().unwrap().to_string();
+    let parts = write(&server, &id, &format!("{OPEN}{CLOSE}Because."), true);
+    assert_eq!(parts, ("Because.".to_string(), String::new()));
+    let session = server.get(&path(&id, "")).good();
+    assert_eq!(session["messages"][1]["message"], json!({"role": "assistant", "content": "Because."}));
     server.becomes_idle();
 }

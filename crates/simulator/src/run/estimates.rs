@@ -34,7 +34,10 @@ impl Lengths {
     pub fn of(requests: &[Request], error: Option<LengthError>) -> Lengths {
         let truth = requests.iter().map(|request| request.output_tokens);
         let Some(error) = error else { return Lengths(truth.collect()) };
-        let factor = LogNormal::from_mean_cv(1.0, error.variation).expect("the options were checked");
+        // The program refuses an error that is not valid; here it is ignored.
+        let Ok(factor) = LogNormal::from_mean_cv(1.0, error.variation) else {
+            return Lengths(truth.collect());
+        };
         let mut random = stream(error.seed, ESTIMATES);
         let estimates = truth.map(|tokens| (f64::from(tokens) * random.sample(factor)).round());
         Lengths(estimates.map(|tokens| tokens.clamp(1.0, f64::from(u32::MAX)) as u32).collect())

@@ -1,4 +1,4 @@
-//! What begins with a slash.
+//! Slash commands.
 use crate::options::Bytes;
 use crate::output;
 use anyhow::Context;
