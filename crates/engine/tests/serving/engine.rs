@@ -222,25 +222,11 @@ async fn a_target_ranks_a_job_and_does_not_end_it() {
     let mut config = config(1024);
     (config.scheduler.policy, config.scheduler.max_batch) = ("edf".into(), 1);
     let engine = engine(config);
-    // The engine stands until all three jobs wait.
-    let (release, released) = std::sync::mpsc::channel::<()>();
-    let still = engine.clone();
-    let (standing, stands) = tokio::sync::oneshot::channel();
-    let answer = tokio::spawn(async move {
-        let stand = move |_: &mut EngineState| {
-            let _ = standing.send(());
-            released.recv().is_ok()
-        };
-        still.inspect(stand).await
-    });
-    stands.await.unwrap();
     let deadline = Some(Instant::now() + Duration::from_secs(3600));
     let target = Some(Instant::now());
     let jobs =
         [Job { deadline, ..greedy(&all, 5) }, greedy(&all, 5), Job { target, deadline, ..greedy(&all, 5) }];
-    let mut generations = jobs.map(|job| engine.submit(job).unwrap());
-    drop(release);
-    assert_eq!(answer.await.unwrap(), Some(false));
+    let mut generations = submit_together(&engine, jobs).await;
     let mut admitted = Vec::new();
     for generation in &mut generations {
         let Some(Event::Admitted { at, .. }) = generation.next().await else { panic!("it was not admitted") };
